@@ -1,0 +1,99 @@
+"""Is every number finite, and do all devices that share a scaler say so?"""
+
+from collections.abc import Hashable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._views import is_inexact
+
+AxisName = Hashable | Sequence[Hashable]
+
+
+def all_finite(tree: object) -> jax.Array:
+    r"""Whether no leaf of a tree holds an inf or a NaN.
+
+    .. math:: \bigwedge_{x \in \text{leaves}} \bigwedge_i \text{isfinite}(x_i)
+
+    Args:
+      tree: any tree of arrays. Integer, bool, float0, None and empty leaves count as
+        finite, and so does the empty tree; of a complex leaf both parts count.
+
+    Returns:
+      Shape (), dtype bool. Inside ``shard_map`` and ``pmap`` it speaks of the shard on
+      this device alone (the transformations reduce it over devices themselves).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_dls as dls
+      >>> bool(dls.all_finite({"w": jnp.ones(3), "step": jnp.array(7), "b": None}))
+      True
+      >>> bool(dls.all_finite([jnp.ones(3), jnp.array([0.0, jnp.nan])]))
+      False
+    """
+    # Leaf by leaf: a concatenation would gather sharded leaves, a max drops NaN.
+    flags = [
+        jnp.all(jnp.isfinite(leaf))
+        for leaf in jax.tree.leaves(tree)
+        if is_inexact(leaf)
+    ]
+    return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+
+
+def agree(
+    flags: Sequence[jax.Array], loss_scale: jax.Array, axis_name: AxisName | None
+) -> list[jax.Array]:
+    """Each flag, true only if it is true on all devices that share ``loss_scale``.
+
+    Under ``jit`` a flag is one value for all devices already. In a manual region
+    (``shard_map``, ``pmap``) it is reduced over the axes on which it varies and the
+    scale does not; where JAX does not track that, over every manual axis. All flags
+    travel in one reduction.
+
+    Args:
+      flags: scalars of dtype bool.
+      loss_scale: the scale whose holders have to agree, shape ().
+      axis_name: axes to reduce over in addition; ``()`` reduces over none.
+
+    Raises:
+      ValueError: ``axis_name=()`` where a flag varies over devices that provably
+        share one scale.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    tracked = all(axis in _varying(lax.axis_index(axis)) for axis in manual)
+    varying = frozenset().union(*map(_varying, flags))
+    shared = varying - _varying(loss_scale) if tracked else frozenset(manual)
+
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    if axis_name is None:
+        names = ()
+    elif not names:
+        if tracked and shared:
+            raise ValueError(
+                "axis_name=() turns the agreement between devices off, but the gradients "
+                f"vary over the mesh axes {sorted(map(str, shared))} while the loss scale "
+                "does not: devices with one scale cannot decide apart. Leave axis_name "
+                "out, or give each device its own scaler (init outside shard_map and "
+                "pass the state in sharded, or jax.lax.pcast it to varying)."
+            )
+        return list(flags)
+
+    axes = [axis for axis in manual if axis in shared]
+    for name in names:
+        # An axis over which the flags provably do not vary needs no collective.
+        if name not in axes and (name in varying or name not in manual):
+            axes.append(name)
+    if not axes:
+        return list(flags)
+    if len(flags) == 1:
+        return [lax.pmin(flags[0].astype(jnp.int32), axes) > 0]
+    return list(lax.pmin(jnp.stack(flags).astype(jnp.int32), axes) > 0)
+
+
+def _varying(x: jax.Array) -> frozenset[Hashable]:
+    """The manual mesh axes over which JAX knows that ``x`` varies."""
+    aval = jax.typeof(x)
+    # Until the lower bound is above jax 0.10, which renamed `vma`.
+    axis_type = getattr(aval, "manual_axis_type", None)
+    return axis_type.varying if axis_type else getattr(aval, "vma", frozenset())

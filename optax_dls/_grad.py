@@ -1,0 +1,179 @@
+"""The loss side: scale the loss, take its gradient, hand back the true value."""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from . import _views
+from ._state import loss_scale, scaler_state
+
+
+def scale_loss(loss: ArrayLike, state: object) -> jax.Array:
+    r"""The loss times the scale, in at least float32.
+
+    .. math:: \text{float32}(\text{loss}) \cdot S
+
+    Args:
+      loss: a real scalar of shape (). Return it in float32: the gradient that enters
+        a float16 loss is S itself, in float16, so that no scale above 2**15 works.
+      state: the optimizer state, or anything that holds exactly one scaler.
+
+    Returns:
+      Shape (), dtype float32 (float64 for a float64 loss). Differentiate this one, and
+      give the gradient to ``tx.update``.
+
+    Raises:
+      ValueError: the loss is not a scalar, or as :func:`scaler_state`.
+      TypeError: the loss is an integer or complex.
+
+    Warns:
+      UserWarning: the loss is float16.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_dls as dls
+      >>> state = dls.static_loss_scaling(optax.sgd(0.1), 128.0).init(jnp.zeros(3))
+      >>> float(dls.scale_loss(jnp.float32(0.5), state))
+      64.0
+    """
+    loss = jnp.asarray(loss)
+    if loss.shape != ():
+        raise ValueError(
+            f"loss must be a scalar of shape (), got shape {loss.shape}. Reduce it, e.g. "
+            "with jnp.mean."
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            f"loss must be a real floating-point number, got dtype {loss.dtype}. Return "
+            "float32."
+        )
+    if loss.dtype == jnp.float16:
+        warnings.warn(
+            "The loss is float16: its gradient is the loss scale itself, so scales above "
+            "2**15 overflow. Return loss.astype(jnp.float32).",
+            stacklevel=2,
+        )
+    wide = _views.wide_dtype(loss.dtype)
+    return loss.astype(wide) * loss_scale(state).astype(wide)
+
+
+def unscale(grads: optax.Updates, state: object) -> optax.Updates:
+    r"""True gradients from scaled ones, for logging and for hand-written loops.
+
+    .. math:: \text{float32}(g) / S
+
+    ``tx.update`` takes *scaled* gradients and does this itself: do not hand it these.
+
+    Args:
+      grads: the gradients of a scaled loss.
+      state: the state whose scale multiplied that loss, i.e. from *before*
+        ``tx.update``, or anything that holds exactly one scaler.
+
+    Returns:
+      The same tree in at least float32. Integer, float0 and None leaves pass through.
+
+    Raises:
+      TypeError, ValueError: as :func:`scaler_state`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_dls as dls
+      >>> state = dls.static_loss_scaling(optax.sgd(0.1), 128.0).init(jnp.zeros(3))
+      >>> dls.unscale({"w": jnp.array([128.0, 64.0], jnp.float16)}, state)
+      {'w': Array([1. , 0.5], dtype=float32)}
+    """
+    dtypes = jax.tree.map(
+        lambda g: (
+            _views.wide_dtype(jnp.result_type(g)) if _views.is_inexact(g) else None
+        ),
+        grads,
+    )
+    return _views.unscale(grads, loss_scale(state), dtypes)
+
+
+def value_and_scaled_grad(
+    fun: Callable,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    value_and_grad: Callable = jax.value_and_grad,
+) -> Callable:
+    r"""Like ``jax.value_and_grad``: the true value, and the scaled gradient.
+
+    .. math:: (\text{loss},\ \nabla (S \cdot \text{float32}(\text{loss})))
+
+    The value comes out of the forward pass as it was, it is not divided back; so it is
+    right even where the scaled one overflows.
+
+    Args:
+      fun: returns a scalar loss, or ``(loss, aux)`` with ``has_aux``.
+      argnums: which positional arguments to differentiate.
+      has_aux: whether ``fun`` returns auxiliary data beside the loss.
+      value_and_grad: what takes the gradient. ``nnx.value_and_grad`` and
+        ``eqx.filter_value_and_grad`` serve those frameworks, and
+        ``functools.partial(jax.value_and_grad, allow_int=True)`` integer parameters.
+
+    Returns:
+      A function of the arguments of ``fun`` and of ``state=``, the optimizer state (or
+      anything that holds exactly one scaler), which gives ``(loss, grads)`` or
+      ``((loss, aux), grads)``. Hand the gradients to ``tx.update`` with the same state.
+
+    Raises:
+      TypeError: ``state=`` is missing, or the loss is an integer or complex; or ``fun``
+        does not return what ``has_aux`` says.
+      ValueError: the loss is not a scalar, or as :func:`scaler_state`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_dls as dls
+      >>> state = dls.static_loss_scaling(optax.sgd(0.1), 128.0).init(jnp.zeros(2))
+      >>> loss_fn = lambda w, x: jnp.sum(w * x)
+      >>> dls.value_and_scaled_grad(loss_fn)(jnp.ones(2), jnp.arange(2.0), state=state)
+      (Array(1., dtype=float32), Array([  0., 128.], dtype=float32))
+    """
+    # Not every framework's function has argnums.
+    keywords = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
+
+    @functools.wraps(fun)
+    def value_and_scaled_grad_fun(*args, state=None, **kwargs):  # type: ignore[no-untyped-def]
+        if state is None:
+            raise TypeError(
+                "state= is missing: value_and_scaled_grad takes the scale from the "
+                "optimizer state. Call value_and_scaled_grad(loss_fn)(params, ..., "
+                "state=opt_state) with the opt_state that tx.init or tx.update gave."
+            )
+        scaler = scaler_state(state)
+
+        def scaled_fun(*args, **kwargs):  # type: ignore[no-untyped-def]
+            loss, aux = _split(fun(*args, **kwargs), has_aux)
+            return scale_loss(loss, scaler), (loss, aux)
+
+        differentiated = value_and_grad(scaled_fun, has_aux=True, **keywords)
+        (_, (loss, aux)), grads = differentiated(*args, **kwargs)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return value_and_scaled_grad_fun
+
+
+def _split(output: object, has_aux: bool) -> tuple:
+    """(loss, aux) of what a loss function returned."""
+    is_pair = isinstance(output, tuple) and len(output) == 2
+    if has_aux and not is_pair:
+        raise TypeError(
+            "has_aux=True, so fun must return a pair (loss, aux), got "
+            f"{type(output).__name__}."
+        )
+    if not has_aux and isinstance(output, tuple | list | dict):
+        raise TypeError(
+            f"fun must return a scalar loss, got a {type(output).__name__}. If it returns "
+            "(loss, aux), pass has_aux=True."
+        )
+    return output if has_aux else (output, None)

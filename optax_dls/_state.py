@@ -1,0 +1,291 @@
+"""The scaler inside any training state: read it, log it, act on a skip."""
+
+import numbers
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ._transform import LossScalingState, ScalerState, holds_scaler
+
+Tree = TypeVar("Tree")
+
+# Wrappers that a scaler must not be under, and the order that works instead.
+_HIDES_SCALER = {
+    optax.MultiStepsState: (
+        "MultiSteps",
+        "one overflow stays in its accumulator for ever",
+        "MultiSteps(optimizer, k).gradient_transformation()",
+    ),
+    optax.ApplyIfFiniteState: (
+        "apply_if_finite",
+        "the scaler never hears of an overflow",
+        "apply_if_finite(optimizer, n)",
+    ),
+    optax.ConditionallyTransformState: (
+        "conditionally_transform",
+        "the scaler misses steps, and the scaled gradient becomes the update",
+        "conditionally_transform(optimizer, condition)",
+    ),
+    optax.ConditionallyMaskState: (
+        "conditionally_mask",
+        "the scaler misses steps",
+        "conditionally_mask(optimizer, condition)",
+    ),
+    optax.MaskedState: (
+        "masked",
+        "the other leaves get the scaled gradient as their update",
+        "masked(optimizer, mask)",
+    ),
+    optax.PartitionState: (
+        "partition",
+        "one loss has one scale, but the groups would be scaled apart",
+        "partition(optimizers, labels)",
+    ),
+}
+
+
+class LossScaleStalledError(RuntimeError):
+    """Too many steps in a row were skipped: see :func:`raise_if_stalled`."""
+
+
+def scaler_state(state: object) -> ScalerState:
+    """The one scaler that a training state holds.
+
+    Args:
+      state: the optimizer state, or anything that contains it: the state of a
+        ``chain``, ``named_chain`` or ``inject_hyperparams``, a Flax ``TrainState``, an
+        ``nnx.Optimizer``, replicated or sharded.
+
+    Returns:
+      Its :class:`ScalerState`, as plain arrays.
+
+    Raises:
+      TypeError: ``state`` is None or a number.
+      ValueError: it holds no scaler, or more than one, or one under a wrapper that
+        breaks loss scaling (``MultiSteps``, ``apply_if_finite``, ``conditionally_*``,
+        ``masked``, ``partition``). The message has the cure.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_dls as dls
+      >>> tx = optax.named_chain(("main", dls.dynamic_loss_scaling(optax.sgd(0.1))))
+      >>> state = tx.init(jnp.zeros(3))
+      >>> float(dls.scaler_state(state).loss_scale)
+      32768.0
+    """
+    if state is None or isinstance(state, numbers.Number):
+        raise TypeError(
+            f"state must be the optimizer state that tx.init gave, got {state!r}. Not a "
+            "number: a scale kept apart goes stale, and then gradients are wrong by a "
+            "factor."
+        )
+    stops = (LossScalingState, ScalerState, *_HIDES_SCALER)
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda node: isinstance(node, stops)
+    )
+    found = []
+    for path, node in nodes:
+        if isinstance(node, LossScalingState | ScalerState):
+            found.append((jax.tree_util.keystr(path) or "the state itself", node))
+        elif isinstance(node, stops) and holds_scaler(node):
+            wrapper, harm, right = _HIDES_SCALER[type(node)]
+            raise ValueError(
+                f"state has a loss scaler under optax.{wrapper}, where {harm}. Put the "
+                f"scaler outside: dynamic_loss_scaling({right})."
+            )
+    if not found:
+        raise ValueError(
+            "state holds no loss scaler: found no LossScalingState in "
+            f"{type(state).__name__}. Wrap the optimizer, "
+            "tx = dynamic_loss_scaling(optimizer) (no_loss_scaling(optimizer) for "
+            "float32 and bfloat16), and pass the state that tx.init(params) gives."
+        )
+    if len(found) > 1:
+        where = ", ".join(path for path, _ in found)
+        raise ValueError(
+            f"state holds {len(found)} loss scalers, at {where}, but one loss has one "
+            "scale. Pass the part of the state that belongs to this loss; several "
+            "parameter groups under one loss go inside one wrapper: "
+            "dynamic_loss_scaling(partition(...))."
+        )
+    ((_, node),) = found
+    scaler = node.scaler if isinstance(node, LossScalingState) else node
+    if holds_scaler(node.inner_state if scaler is not node else ()):
+        raise ValueError(
+            "state has a loss scaler around a loss scaler, but one loss has one scale. "
+            "Give _replace(inner_state=...) the inner state alone: old.inner_state."
+        )
+    # The arrays may be boxed, as in nnx.Optimizer.
+    return jax.tree.map(
+        jnp.asarray, scaler, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__")
+    )
+
+
+def loss_scale(state: object) -> jax.Array:
+    """The scale S that the next loss is multiplied by.
+
+    Args:
+      state: anything that holds exactly one scaler, see :func:`scaler_state`.
+
+    Returns:
+      Shape (), dtype float32 (with a leading axis where the state has one).
+
+    Raises:
+      TypeError, ValueError: as :func:`scaler_state`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_dls as dls
+      >>> state = dls.static_loss_scaling(optax.sgd(0.1), 128.0).init(jnp.zeros(3))
+      >>> float(dls.loss_scale(state))
+      128.0
+    """
+    return scaler_state(state).loss_scale
+
+
+def metrics(state: object) -> dict[str, jax.Array]:
+    """What to log of the scaler: small arrays, still on the device.
+
+    Args:
+      state: anything that holds exactly one scaler, see :func:`scaler_state`.
+
+    Returns:
+      ``loss_scale`` (float32), ``grads_finite`` (bool), ``consecutive_skips`` and
+      ``total_skips`` (int32), each of shape (). Reading their values waits for the
+      device, so read them when you log, not every step.
+
+    Raises:
+      TypeError, ValueError: as :func:`scaler_state`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_dls as dls
+      >>> tx = dls.dynamic_loss_scaling(optax.sgd(0.1))
+      >>> _, state = tx.update(jnp.array([jnp.inf]), tx.init(jnp.zeros(1)))
+      >>> for name, value in dls.metrics(state).items():
+      ...     print(name, value)
+      loss_scale 16384.0
+      grads_finite False
+      consecutive_skips 1
+      total_skips 1
+    """
+    scaler = scaler_state(state)
+    return {
+        "loss_scale": scaler.loss_scale,
+        "grads_finite": scaler.grads_finite,
+        "consecutive_skips": scaler.consecutive_skips,
+        "total_skips": scaler.total_skips,
+    }
+
+
+def rollback_if_skipped(state: object, new: Tree, old: Tree) -> Tree:
+    r"""Keeps ``old`` where the last step was skipped, ``new`` elsewhere.
+
+    .. math:: \text{consecutive\_skips} > 0\ ?\ \text{old} : \text{new}
+
+    For everything that a forward pass writes and an overflow spoils: batch
+    statistics, moving averages, counters of applied steps.
+
+    Args:
+      state: the optimizer state *after* ``tx.update``, see :func:`scaler_state`.
+      new: a tree of arrays, from this step.
+      old: the same tree from before it, with the same shapes and dtypes.
+
+    Returns:
+      The tree to go on with. Where the scaler has leading axes (one member of a
+      population each), they select along the leading axes of every leaf.
+
+    Raises:
+      TypeError, ValueError: as :func:`scaler_state`; ValueError also where the trees
+        differ.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_dls as dls
+      >>> tx = dls.dynamic_loss_scaling(optax.sgd(0.1))
+      >>> _, state = tx.update(jnp.array([jnp.inf]), tx.init(jnp.zeros(1)))
+      >>> dls.rollback_if_skipped(state, {"mean": jnp.inf}, {"mean": 0.5})["mean"].item()
+      0.5
+    """
+    skipped = scaler_state(state).consecutive_skips > 0
+
+    def select(new_leaf: jax.Array, old_leaf: jax.Array) -> jax.Array:
+        trailing = jnp.ndim(new_leaf) - skipped.ndim
+        return jnp.where(
+            skipped.reshape(skipped.shape + (1,) * trailing), old_leaf, new_leaf
+        )
+
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            "new and old must be trees of one structure, got "
+            f"{jax.tree.structure(new)} and {jax.tree.structure(old)}. Pass the same "
+            "collection from after and from before the step."
+        )
+    return jax.tree.map(select, new, old)
+
+
+def raise_if_stalled(state: object, max_consecutive_skips: int = 100) -> None:
+    """Raises once more steps in a row were skipped than scaling explains.
+
+    Call it on the host, outside ``jit``, as often as you log: it waits for the
+    device. No number of skips raises inside the update itself.
+
+    Args:
+      state: anything that holds exactly one scaler, see :func:`scaler_state`.
+      max_consecutive_skips: how many are fine, at least 0. From the default start of
+        2**15 down to the default floor of 2**-14 takes 29; 100 leaves room for a
+        start from 2**32 and a burst of bad batches.
+
+    Raises:
+      LossScaleStalledError: ``consecutive_skips`` (of any member) is above the limit.
+      TypeError, ValueError: as :func:`scaler_state`, or a limit that is none.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_dls as dls
+      >>> tx = dls.dynamic_loss_scaling(optax.sgd(0.1))
+      >>> state = tx.init(jnp.zeros(1))
+      >>> dls.raise_if_stalled(state)
+      >>> for _ in range(3):
+      ...     _, state = tx.update(jnp.array([jnp.nan]), state)
+      >>> try:
+      ...     dls.raise_if_stalled(state, max_consecutive_skips=2)
+      ... except dls.LossScaleStalledError as error:
+      ...     print(str(error).split(":")[0])
+      The last 3 steps were all skipped
+    """
+    if isinstance(max_consecutive_skips, bool) or not isinstance(
+        max_consecutive_skips, numbers.Integral
+    ):
+        raise TypeError(
+            "max_consecutive_skips must be a whole number of at least 0, got "
+            f"{max_consecutive_skips!r}."
+        )
+    if max_consecutive_skips < 0:
+        raise ValueError(
+            f"max_consecutive_skips must be at least 0, got {max_consecutive_skips}."
+        )
+    scaler = scaler_state(state)
+    if isinstance(scaler.consecutive_skips, jax.core.Tracer):
+        raise TypeError(
+            "raise_if_stalled reads the state on the host and cannot run inside jit, got "
+            "a traced state. Call it outside the train step, on the state it returns."
+        )
+    skips = int(np.max(scaler.consecutive_skips))
+    if skips > max_consecutive_skips:
+        raise LossScaleStalledError(
+            f"The last {skips} steps were all skipped: their gradients were not finite at "
+            f"any loss scale down to {np.min(scaler.loss_scale):g}, so the scale is not the "
+            "cause. Look for NaN or inf in the batch, a learning rate that made the "
+            "parameters diverge, or an operation whose forward pass overflows in float16. "
+            f"(max_consecutive_skips={max_consecutive_skips}, "
+            f"total_skips={int(np.max(scaler.total_skips))})"
+        )
