@@ -168,7 +168,7 @@ def loss_scaling(
                 _views.widen(params),
                 **extra_args,
             )
-            new_inner_state = jax.tree.map(_typed_like, new_inner_state, inner_state)
+            new_inner_state = _keep_types(new_inner_state, inner_state)
             accepted = jnp.array(True)
             if check_updates:
                 (accepted,) = agree([all_finite(updates)], scaler.loss_scale, axis_name)
@@ -365,7 +365,8 @@ def _next_scaler(
 ) -> ScalerState:
     """The scaler after this step; the rule hears only of what scaling can cause."""
     before = (scaler.loss_scale, scaler.rule_state)
-    after = jax.tree.map(_typed_like, rule.update(is_applied, *before), before)
+    assert rule.update is not None
+    after = _keep_types(rule.update(is_applied, *before), before)
     loss_scale, rule_state = jax.tree.map(
         lambda new, old: jnp.where(is_heard, new, old), after, before
     )
@@ -390,16 +391,27 @@ def _own(leaf: ArrayLike) -> ArrayLike:
 
 def _strongly_typed(leaf: ArrayLike) -> jax.Array:
     array = jnp.asarray(leaf)
-    return array.astype(array.dtype) if array.weak_type else array
+    return array.astype(array.dtype) if jax.typeof(array).weak_type else array
 
 
-def _typed_like(new: ArrayLike, old: jax.Array) -> jax.Array:
-    """``new`` in the dtype of ``old``, so that the state keeps its types.
+def _keep_types(new: optax.OptState, old: optax.OptState) -> optax.OptState:
+    """The new state in the dtypes of the old one, so that its types never drift.
 
     Some optimizers promote: Adam's moments of an integer parameter, for instance.
     """
-    array = _strongly_typed(new)
-    return array if array.dtype == old.dtype else array.astype(old.dtype)
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            "the inner optimizer must return a state of the structure that it got, but it "
+            f"turned {jax.tree.structure(old)} into {jax.tree.structure(new)}. If a "
+            "gradient is None, this optimizer cannot skip that parameter: leave it out "
+            "with optax.partition or optax.masked inside the wrapper."
+        )
+
+    def keep_dtype(new_leaf: ArrayLike, old_leaf: jax.Array) -> jax.Array:
+        array = _strongly_typed(new_leaf)
+        return array if array.dtype == old_leaf.dtype else array.astype(old_leaf.dtype)
+
+    return jax.tree.map(keep_dtype, new, old)
 
 
 def _check_arguments(

@@ -28,7 +28,11 @@ def run(rule_settings, finite):
     def step(state, is_finite):
         grads = jnp.where(is_finite, dls.loss_scale(state), jnp.inf)
         updates, state = tx.update(grads, state, params)
-        return state, (dls.loss_scale(state), state.scaler.consecutive_skips > 0, updates)
+        return state, (
+            dls.loss_scale(state),
+            state.scaler.consecutive_skips > 0,
+            updates,
+        )
 
     state = tx.init(params)
     _, (scales, skipped, updates) = jax.lax.scan(step, state, finite)
@@ -101,7 +105,9 @@ def plain_model(rule_settings, finite):
 
 @st.composite
 def legal_settings(draw):
-    low, start, high = sorted(draw(st.lists(st.floats(-100, 126), min_size=3, max_size=3)))
+    low, start, high = sorted(
+        draw(st.lists(st.floats(-100, 126), min_size=3, max_size=3))
+    )
     return {
         "min_scale": float(np.float32(2.0**low)),
         "init_scale": float(np.float32(2.0**start)),
@@ -115,9 +121,7 @@ def legal_settings(draw):
 @settings(max_examples=200, deadline=None)
 @given(
     legal_settings(),
-    st.lists(
-        st.sampled_from([True, True, True, False]), min_size=1, max_size=LONGEST
-    ),
+    st.lists(st.sampled_from([True, True, True, False]), min_size=1, max_size=LONGEST),
 )
 def test_equals_a_plain_model_and_stays_inside_its_bounds(rule_settings, finite):
     dls.rules.dynamic(**rule_settings)  # is accepted as static values, too
@@ -129,3 +133,120 @@ def test_equals_a_plain_model_and_stays_inside_its_bounds(rule_settings, finite)
     assert np.all(np.isfinite(scales))
     assert np.all(scales >= np.float32(rule_settings["min_scale"]))
     assert np.all(scales <= np.float32(rule_settings["max_scale"]))
+
+
+def test_a_growth_interval_of_one_grows_on_every_finite_step():
+    rule = dls.rules.dynamic(init_scale=1.0, growth_interval=1, max_scale=4.0)
+    scale, state = rule.init()
+    scales = []
+    for finite in (True, True, True, False, True):
+        scale, state = rule.update(jnp.array(finite), scale, state)
+        scales.append(float(scale))
+    assert scales == [2, 4, 4, 2, 4]
+
+
+def test_the_longest_interval_does_not_overflow_its_counter():
+    rule = dls.rules.dynamic(growth_interval=2**31 - 1)
+    scale, _ = rule.init()
+    for count, grown in ((2**31 - 3, 1), (2**31 - 2, 2)):
+        state = dls.rules.DynamicRuleState(growth_count=jnp.int32(count))
+        new_scale, new_state = rule.update(jnp.array(True), scale, state)
+        assert float(new_scale) == grown * float(scale)
+        assert 0 <= int(new_state.growth_count) <= 2**31 - 2
+
+
+WRONG_TYPES = [True, False, "65536", None, 1j, [2.0], np.True_, jnp.array([2.0])]
+NOT_A_SCALE = [math.nan, math.inf, -math.inf, 0.0, 0, -1.0, 2.0**-101, 2.0**127, 10**40]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        *((name, value, TypeError) for name in NUMBERS for value in WRONG_TYPES),
+        *(("growth_interval", value, TypeError) for value in [*WRONG_TYPES, 2000.0, 0.5]),
+        ("growth_interval", jnp.array(2.0), TypeError),
+        *(("growth_interval", value, ValueError) for value in (0, -1, 2**31)),
+        *(
+            (name, value, ValueError)
+            for name in ("init_scale", "min_scale", "max_scale")
+            for value in NOT_A_SCALE
+        ),
+        *(
+            ("growth_factor", value, ValueError)
+            for value in (math.nan, math.inf, 0.0, -2.0, 0.5)
+        ),
+        *(
+            ("backoff_factor", value, ValueError)
+            for value in (math.nan, math.inf, 0.0, -0.5, 1.0, 2)
+        ),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name_rule_and_value(name, value, error):
+    with pytest.raises(error) as caught:
+        dls.dynamic_loss_scaling(optax.sgd(1.0), **{name: value})
+    message = str(caught.value)
+    assert message.startswith(f"{name} must be ")
+    assert repr(value) in message or "of shape ()" in message
+    assert message.count(". ") >= 1  # the cure comes after the fault
+
+
+@pytest.mark.parametrize(
+    ("bounds", "named"),
+    [
+        ({"min_scale": 8.0, "max_scale": 4.0}, "min_scale=8.0 and max_scale=4.0"),
+        ({"init_scale": 2.0**-20}, "and init_scale="),
+        ({"init_scale": 2.0**40}, "init_scale=1099511627776.0 and max_scale="),
+        ({"max_scale": 64}, "init_scale=32768.0 and max_scale=64"),
+    ],
+)
+def test_bounds_out_of_order_are_refused_with_both_values(bounds, named):
+    with pytest.raises(ValueError, match="must be at most") as caught:
+        dls.rules.dynamic(**bounds)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [*WRONG_TYPES, *NOT_A_SCALE])
+def test_a_bad_static_scale_is_refused(value):
+    with pytest.raises((TypeError, ValueError), match="scale must be"):
+        dls.static_loss_scaling(optax.sgd(1.0), value)
+
+
+@pytest.mark.parametrize(
+    "value", [2**10, np.float32(1024), np.int64(1024), np.float64(1024), jnp.float16(1024)]
+)
+def test_any_kind_of_real_number_is_a_scale(value):
+    for rule in (dls.rules.dynamic(init_scale=value), dls.rules.static(value)):
+        scale, _ = rule.init()
+        assert scale.dtype == jnp.float32
+        assert float(scale) == 1024.0
+
+
+@pytest.mark.parametrize(
+    ("arrays", "expected"),
+    [
+        ({"init_scale": math.inf}, 2.0**32),
+        ({"init_scale": math.nan}, 2.0**-14),
+        ({"init_scale": 0.0}, 2.0**-14),
+        ({"init_scale": -5.0}, 2.0**-14),
+        ({"init_scale": math.inf, "max_scale": math.inf}, 2.0**32),
+        ({"init_scale": math.inf, "max_scale": 3e38}, 2.0**126),
+        ({"init_scale": 0.0, "min_scale": 0.0}, 2.0**-100),
+        ({"init_scale": 8.0, "min_scale": 64.0, "max_scale": 16.0}, 16.0),
+    ],
+)
+def test_arrays_are_clamped_where_numbers_are_refused(arrays, expected):
+    rule = dls.rules.dynamic(**{k: jnp.float32(v) for k, v in arrays.items()})
+    assert float(rule.init()[0]) == expected
+
+
+def test_nonsense_factors_as_arrays_never_leave_the_bounds():
+    for growth, backoff in ((math.nan, math.nan), (math.inf, -1.0), (0.0, math.inf)):
+        rule = dls.rules.dynamic(
+            growth_factor=jnp.float32(growth),
+            backoff_factor=jnp.float32(backoff),
+            growth_interval=jnp.int32(-3),
+        )
+        scale, state = rule.init()
+        for finite in (True, False, False, True):
+            scale, state = rule.update(jnp.array(finite), scale, state)
+            assert 2.0**-14 <= float(scale) <= 2.0**32
