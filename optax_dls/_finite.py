@@ -87,8 +87,8 @@ def agree(
     if not axes:
         return list(flags)
     if len(flags) == 1:
-        return [lax.pmin(flags[0].astype(jnp.int32), axes) > 0]
-    return list(lax.pmin(jnp.stack(flags).astype(jnp.int32), axes) > 0)
+        return [lax.pmin(flags[0].astype(jnp.int32), tuple(axes)) > 0]
+    return list(lax.pmin(jnp.stack(flags).astype(jnp.int32), tuple(axes)) > 0)
 
 
 def _varying(x: jax.Array) -> frozenset[Hashable]:

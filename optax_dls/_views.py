@@ -99,9 +99,10 @@ def unscale(
     def reciprocal(dtype: np.dtype) -> jax.Array:
         return (1 / loss_scale.astype(jnp.finfo(dtype).dtype)).astype(dtype)
 
-    def unscale_leaf(g: jax.Array | None, dtype: np.dtype | None) -> jax.Array | None:
+    def unscale_leaf(g: ArrayLike | None, dtype: np.dtype | None) -> ArrayLike | None:
         if dtype is None:
             return g
+        g = jnp.asarray(g)
         wide = wide_dtype(g.dtype)
         return (g.astype(wide) * reciprocal(wide)).astype(dtype)
 

@@ -163,7 +163,10 @@ NOT_A_SCALE = [math.nan, math.inf, -math.inf, 0.0, 0, -1.0, 2.0**-101, 2.0**127,
     ("name", "value", "error"),
     [
         *((name, value, TypeError) for name in NUMBERS for value in WRONG_TYPES),
-        *(("growth_interval", value, TypeError) for value in [*WRONG_TYPES, 2000.0, 0.5]),
+        *(
+            ("growth_interval", value, TypeError)
+            for value in [*WRONG_TYPES, 2000.0, 0.5]
+        ),
         ("growth_interval", jnp.array(2.0), TypeError),
         *(("growth_interval", value, ValueError) for value in (0, -1, 2**31)),
         *(
@@ -212,7 +215,8 @@ def test_a_bad_static_scale_is_refused(value):
 
 
 @pytest.mark.parametrize(
-    "value", [2**10, np.float32(1024), np.int64(1024), np.float64(1024), jnp.float16(1024)]
+    "value",
+    [2**10, np.float32(1024), np.int64(1024), np.float64(1024), jnp.float16(1024)],
 )
 def test_any_kind_of_real_number_is_a_scale(value):
     for rule in (dls.rules.dynamic(init_scale=value), dls.rules.static(value)):

@@ -1,0 +1,1 @@
+"""``python -m optax_dls.demo``: handwritten digits in float32 and twice in float16."""
