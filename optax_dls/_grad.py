@@ -165,15 +165,16 @@ def value_and_scaled_grad(
 
 def _split(output: object, has_aux: bool) -> tuple:
     """(loss, aux) of what a loss function returned."""
-    is_pair = isinstance(output, tuple) and len(output) == 2
-    if has_aux and not is_pair:
-        raise TypeError(
-            "has_aux=True, so fun must return a pair (loss, aux), got "
-            f"{type(output).__name__}."
-        )
-    if not has_aux and isinstance(output, tuple | list | dict):
+    if has_aux:
+        if not isinstance(output, tuple) or len(output) != 2:
+            raise TypeError(
+                "has_aux=True, so fun must return a pair (loss, aux), got "
+                f"{type(output).__name__}."
+            )
+        return output
+    if isinstance(output, tuple | list | dict):
         raise TypeError(
             f"fun must return a scalar loss, got a {type(output).__name__}. If it returns "
             "(loss, aux), pass has_aux=True."
         )
-    return output if has_aux else (output, None)
+    return output, None

@@ -278,7 +278,7 @@ def _check(
             f"{name} must be {rule}, got {value!r} of type {type(value).__name__}. "
             f"{cure}"
         )
-    if not is_legal(value):
+    if not is_legal(value):  # type: ignore[arg-type]
         raise ValueError(f"{name} must be {rule}, got {value!r}. {cure}")
 
 

@@ -113,15 +113,17 @@ def scaler_state(state: object) -> ScalerState:
             "dynamic_loss_scaling(partition(...))."
         )
     ((_, node),) = found
-    scaler = node.scaler if isinstance(node, LossScalingState) else node
-    if holds_scaler(node.inner_state if scaler is not node else ()):
-        raise ValueError(
-            "state has a loss scaler around a loss scaler, but one loss has one scale. "
-            "Give _replace(inner_state=...) the inner state alone: old.inner_state."
-        )
+    if isinstance(node, LossScalingState):
+        if holds_scaler(node.inner_state):
+            raise ValueError(
+                "state has a loss scaler around a loss scaler, but one loss has one "
+                "scale. Give _replace(inner_state=...) the inner state alone: "
+                "old.inner_state."
+            )
+        node = node.scaler
     # The arrays may be boxed, as in nnx.Optimizer.
     return jax.tree.map(
-        jnp.asarray, scaler, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__")
+        jnp.asarray, node, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__")
     )
 
 
@@ -222,7 +224,7 @@ def rollback_if_skipped(state: object, new: Tree, old: Tree) -> Tree:
             skipped.reshape(skipped.shape + (1,) * trailing), old_leaf, new_leaf
         )
 
-    if jax.tree.structure(new) != jax.tree.structure(old):
+    if jax.tree.structure(new) != jax.tree.structure(old):  # type: ignore[operator]
         raise ValueError(
             "new and old must be trees of one structure, got "
             f"{jax.tree.structure(new)} and {jax.tree.structure(old)}. Pass the same "

@@ -138,17 +138,17 @@ def loss_scaling(
         params: optax.Params | None = None,
         **extra_args: ArrayLike | Callable,
     ) -> tuple[optax.Updates, LossScalingState]:
+        _check_state(state)
         if rule.update is None:
             updates, inner_state = inner.update(
                 grads, state.inner_state, params, **extra_args
             )
             return updates, state._replace(inner_state=inner_state)
 
-        _check_state(state)
         grads, dtypes = _views.align(grads, params)
         state = jax.tree.map(_strongly_typed, state)
         loss_scale = jnp.asarray(state.scaler.loss_scale, jnp.float32)
-        scaler = state.scaler._replace(loss_scale=loss_scale)
+        state = state._replace(scaler=state.scaler._replace(loss_scale=loss_scale))
 
         flags = [all_finite(_views.unscale(grads, loss_scale, dtypes))]
         if extra_args.get("value") is not None:
@@ -156,11 +156,9 @@ def loss_scaling(
         grads_finite, *value_finite = agree(flags, loss_scale, axis_name)
 
         def applied(
-            grads: optax.Updates,
-            scaler: ScalerState,
-            inner_state: optax.OptState,
-            params: optax.Params | None,
+            grads: optax.Updates, state: LossScalingState, params: optax.Params | None
         ) -> tuple[optax.Updates, LossScalingState]:
+            scaler, inner_state = state
             updates, new_inner_state = inner.update(
                 # Here, not before the cond, where it would write out every gradient.
                 _views.unscale(grads, scaler.loss_scale, dtypes),
@@ -169,38 +167,28 @@ def loss_scaling(
                 **extra_args,
             )
             new_inner_state = _keep_types(new_inner_state, inner_state)
-            accepted = jnp.array(True)
+            ok = jnp.array(True)
             if check_updates:
-                (accepted,) = agree([all_finite(updates)], scaler.loss_scale, axis_name)
-                updates, new_inner_state = jax.tree.map(
-                    lambda new, old: jnp.where(accepted, new, old),
-                    (updates, new_inner_state),
-                    (jax.tree.map(jnp.zeros_like, updates), inner_state),
-                )
-            scaler = _next_scaler(
-                rule, scaler, grads_finite, is_applied=accepted, is_heard=accepted
-            )
+                (ok,) = agree([all_finite(updates)], scaler.loss_scale, axis_name)
+                zeros = jax.tree.map(jnp.zeros_like, updates)
+                updates = _select(ok, updates, zeros)
+                new_inner_state = _select(ok, new_inner_state, inner_state)
+            scaler = _next_scaler(rule, scaler, grads_finite, applied=ok, heard=ok)
             return updates, LossScalingState(scaler, new_inner_state)
 
         def skipped(
-            grads: optax.Updates,
-            scaler: ScalerState,
-            inner_state: optax.OptState,
-            params: optax.Params | None,
+            grads: optax.Updates, state: LossScalingState, params: optax.Params | None
         ) -> tuple[optax.Updates, LossScalingState]:
             del grads, params
-            zeros = jax.tree.map(jnp.zeros_like, updates_type)
+            updates = jax.tree.map(jnp.zeros_like, updates_type)
+            heard = value_finite[0] if value_finite else jnp.array(True)
             scaler = _next_scaler(
-                rule,
-                scaler,
-                grads_finite,
-                is_applied=jnp.array(False),
-                is_heard=value_finite[0] if value_finite else jnp.array(True),
+                rule, state.scaler, grads_finite, applied=jnp.array(False), heard=heard
             )
-            return zeros, LossScalingState(scaler, inner_state)
+            return updates, state._replace(scaler=scaler)
 
         # As operands, since closed-over arrays lose their sharding on explicit meshes.
-        operands = (grads, scaler, state.inner_state, params)
+        operands = (grads, state, params)
         updates_type, _ = jax.eval_shape(applied, *operands)
         # XLA updates a donated state in place only if the branch that passes it through
         # comes first in its program, which is the false one.
@@ -360,26 +348,32 @@ def _next_scaler(
     scaler: ScalerState,
     grads_finite: jax.Array,
     *,
-    is_applied: jax.Array,
-    is_heard: jax.Array,
+    applied: jax.Array,
+    heard: jax.Array,
 ) -> ScalerState:
-    """The scaler after this step; the rule hears only of what scaling can cause."""
-    before = (scaler.loss_scale, scaler.rule_state)
+    """The scaler after a step that was applied or not.
+
+    The rule hears of it unless it failed for a reason that no scale could have helped.
+    """
     assert rule.update is not None
-    after = _keep_types(rule.update(is_applied, *before), before)
-    loss_scale, rule_state = jax.tree.map(
-        lambda new, old: jnp.where(is_heard, new, old), after, before
-    )
-    skips = optax.safe_increment(scaler.consecutive_skips)
+    before = (scaler.loss_scale, scaler.rule_state)
+    after = _keep_types(rule.update(applied, *before), before)
+    loss_scale, rule_state = _select(heard, after, before)
+    consecutive_skips = optax.safe_increment(scaler.consecutive_skips)
+    total_skips = optax.safe_increment(scaler.total_skips)
     return ScalerState(
         loss_scale=loss_scale,
         grads_finite=grads_finite,
-        consecutive_skips=jnp.where(is_applied, 0, skips),
-        total_skips=jnp.where(
-            is_applied, scaler.total_skips, optax.safe_increment(scaler.total_skips)
-        ),
+        consecutive_skips=jnp.where(applied, 0, consecutive_skips),
+        total_skips=jnp.where(applied, scaler.total_skips, total_skips),
         rule_state=rule_state,
     )
+
+
+def _select(
+    condition: jax.Array, new: optax.OptState, old: optax.OptState
+) -> optax.OptState:
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
 def _own(leaf: ArrayLike) -> ArrayLike:
@@ -399,7 +393,7 @@ def _keep_types(new: optax.OptState, old: optax.OptState) -> optax.OptState:
 
     Some optimizers promote: Adam's moments of an integer parameter, for instance.
     """
-    if jax.tree.structure(new) != jax.tree.structure(old):
+    if jax.tree.structure(new) != jax.tree.structure(old):  # type: ignore[operator]
         raise ValueError(
             "the inner optimizer must return a state of the structure that it got, but it "
             f"turned {jax.tree.structure(old)} into {jax.tree.structure(new)}. If a "

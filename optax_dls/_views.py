@@ -1,5 +1,6 @@
 """Gradients and parameters as the inner optimizer sees them: unscaled and wide."""
 
+import contextlib
 import functools
 
 import jax
@@ -31,11 +32,12 @@ def widen(params: optax.Params) -> optax.Params:
     """
 
     def widen_leaf(p: ArrayLike) -> ArrayLike:
-        if not is_inexact(p) or wide_dtype(jnp.result_type(p)) == jnp.result_type(p):
+        dtype = jnp.result_type(p)
+        if not is_inexact(p) or wide_dtype(dtype) == dtype:
             return p
         if isinstance(p, jax.ShapeDtypeStruct):
-            return p.update(dtype=wide_dtype(p.dtype))
-        return p.astype(wide_dtype(p.dtype))
+            return p.update(dtype=wide_dtype(dtype))
+        return jnp.asarray(p, wide_dtype(dtype))
 
     return jax.tree.map(widen_leaf, params)
 
@@ -54,36 +56,15 @@ def align(
       ValueError: the trees differ other than by a None among the gradients.
       TypeError: a complex gradient of a real parameter.
     """
-    paths_and_grads, treedef = jax.tree_util.tree_flatten_with_path(
-        grads, is_leaf=is_none
-    )
     if params is None:
-        param_leaves = [None] * len(paths_and_grads)
+        params = grads
     else:
-        param_leaves = _flatten_like(grads, params)
-
-    arrays, dtypes = [], []
-    for (path, g), p in zip(paths_and_grads, param_leaves, strict=True):
-        dtype = None
-        if g is not None:
-            if jnp.result_type(g) == jax.dtypes.float0:
-                g = jnp.zeros(g.shape, jnp.int32 if p is None else p.dtype)
-            g = jnp.asarray(g)
-            if is_inexact(g):
-                of = p if p is not None and is_inexact(p) else g
-                dtype = wide_dtype(jnp.result_type(of))
-                if jnp.iscomplexobj(g) and not jnp.issubdtype(
-                    dtype, jnp.complexfloating
-                ):
-                    raise TypeError(
-                        f"grads{jax.tree_util.keystr(path)} has dtype {g.dtype}, but its "
-                        f"parameter is real ({p.dtype}); a gradient must not be complex "
-                        "where its parameter is not. Differentiate a real loss, or take "
-                        "the real part."
-                    )
-        arrays.append(g)
-        dtypes.append(dtype)
-    return treedef.unflatten(arrays), treedef.unflatten(dtypes)
+        _check_structure(grads, params)
+    arrays = jax.tree.map(_as_array, grads, params, is_leaf=is_none)
+    dtypes = jax.tree_util.tree_map_with_path(
+        _view_dtype, arrays, params, is_leaf=is_none
+    )
+    return arrays, dtypes
 
 
 def unscale(
@@ -109,38 +90,59 @@ def unscale(
     return jax.tree.map(unscale_leaf, grads, dtypes, is_leaf=is_none)
 
 
-def _flatten_like(grads: optax.Updates, params: optax.Params) -> list[ArrayLike | None]:
-    """The parameter of every gradient leaf; a None may stand for a whole subtree."""
-    grad_leaves, treedef = jax.tree.flatten(grads, is_leaf=is_none)
-    try:
-        subtrees = treedef.flatten_up_to(params)
-    except ValueError:
-        subtrees = None
-    if subtrees is not None and all(
-        g is None or (p is not None and jax.tree_util.all_leaves([p]))
-        for g, p in zip(grad_leaves, subtrees, strict=True)
-    ):
-        return subtrees
+def _as_array(g: ArrayLike | None, p: ArrayLike) -> jax.Array | None:
+    if g is None:
+        return None
+    if jnp.result_type(g) == jax.dtypes.float0:
+        dtype = jnp.result_type(p)
+        return jnp.zeros(
+            jnp.shape(g), jnp.int32 if dtype == jax.dtypes.float0 else dtype
+        )
+    return jnp.asarray(g)
+
+
+def _view_dtype(
+    path: jax.tree_util.KeyPath, g: jax.Array | None, p: ArrayLike
+) -> np.dtype | None:
+    """The dtype in which the inner optimizer receives a gradient; None: as it is."""
+    if g is None or not is_inexact(g):
+        return None
+    dtype = wide_dtype(jnp.result_type(p if is_inexact(p) else g))
+    if jnp.iscomplexobj(g) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"grads{jax.tree_util.keystr(path)} has dtype {g.dtype}, but its parameter is "
+            f"real ({jnp.result_type(p)}), and a real parameter has a real gradient. "
+            "Differentiate a real loss, or take the real part."
+        )
+    return dtype
+
+
+def _check_structure(grads: optax.Updates, params: optax.Params) -> None:
+    """Raises unless each gradient has a parameter; a None may stand for a subtree."""
+
+    def has_parameter(g: ArrayLike | None, p: optax.Params) -> bool:
+        return g is None or (p is not None and jax.tree_util.all_leaves([p]))
+
+    with contextlib.suppress(ValueError):  # of tree.map, where the trees differ
+        if jax.tree.all(jax.tree.map(has_parameter, grads, params, is_leaf=is_none)):
+            return
 
     def paths(tree: optax.Params) -> list[str]:
-        flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0]
+        flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
         return [jax.tree_util.keystr(path) for path, _ in flat]
 
     of_grads, of_params = paths(grads), paths(params)
     extra = [path for path in of_grads if path not in set(of_params)]
     missing = [path for path in of_params if path not in set(of_grads)]
-    if extra or missing:
-        what = "; ".join(
-            ([f"grads{extra[0]} has no parameter"] if extra else [])
-            + ([f"params{missing[0]} has no gradient"] if missing else [])
-        )
-    else:
-        what = (
-            "the leaves are the same but not their containers or their Nones: grads is "
-            f"{jax.tree.structure(grads)}, params is {jax.tree.structure(params)}"
-        )
+    what = [f"grads{path} has no parameter" for path in extra[:1]]
+    what += [f"params{path} has no gradient" for path in missing[:1]]
+    if not what:
+        structures = f"{jax.tree.structure(grads)} and {jax.tree.structure(params)}"
+        what = [
+            f"the leaves agree, but not their containers or their Nones: {structures}"
+        ]
     raise ValueError(
         "grads and params must be trees of one structure (a None among the gradients "
-        f"aside), but {what}. Pass tx.update the gradients of exactly the parameters "
-        "that tx.init got."
+        f"aside), but {'; '.join(what)}. Pass tx.update the gradients of exactly the "
+        "parameters that tx.init got."
     )

@@ -461,7 +461,7 @@ class TestErrors:
 
     def test_other_containers_are_refused(self):
         tx = make()
-        with pytest.raises(ValueError, match="not their containers"):
+        with pytest.raises(ValueError, match="but not their containers"):
             tx.update([jnp.ones(1)], tx.init([jnp.ones(1)]), (jnp.ones(1),))
 
     def test_a_none_may_stand_for_a_whole_subtree_of_parameters(self):

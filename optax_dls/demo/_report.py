@@ -53,11 +53,11 @@ def run(steps: int, seed: int, out: Path) -> None:
                 chunks.append(chunk)
                 skips = sum(int(c.skipped.sum()) for c in chunks)
                 numbers = (
-                    f"loss {chunk.loss[-1]:.4f}  scale {power_of_two(chunk.loss_scale[-1])}"
+                    f"loss {chunk.loss[-1]:.4f}  scale {power_of_two(float(chunk.loss_scale[-1]))}"
                     f"  skipped {skips}"
                 )
                 progress.update(task, advance=len(chunk.loss), numbers=numbers)
-            logs[name] = Log(*map(np.concatenate, zip(*chunks, strict=True)))
+            logs[name] = Log(*map(jnp.concatenate, zip(*chunks, strict=True)))
     console.print(table(logs))
     console.print(verdict(logs), highlight=False)
     draw(logs).savefig(out, dpi=150)
@@ -69,7 +69,7 @@ def power_of_two(x: float, _: int = 0) -> str:
 
 
 def final_loss(log: Log) -> float:
-    return float(np.mean(log.loss[-FINAL:]))
+    return float(jnp.mean(log.loss[-FINAL:]))
 
 
 def table(logs: dict[str, Log]) -> Table:
@@ -79,11 +79,11 @@ def table(logs: dict[str, Log]) -> Table:
     for column in ("final loss", "zero gradients", "skipped", "scale: start, top, end"):
         result.add_column(column, justify="right")
     for name, log in logs.items():
-        scales = (log.loss_scale[0], log.loss_scale.max(), log.loss_scale[-1])
+        scales = [float(log.loss_scale[t]) for t in (0, jnp.argmax(log.loss_scale), -1)]
         result.add_row(
             name,
             f"{final_loss(log):.5f}",
-            f"{np.mean(log.zero_share):.1%}",
+            f"{jnp.mean(log.zero_share):.1%}",
             f"{log.skipped.sum()} of {len(log.loss)}",
             "none" if max(scales) == 1 else ", ".join(map(power_of_two, scales)),
         )
@@ -118,16 +118,16 @@ def draw(logs: dict[str, Log]) -> Figure:
     above.legend(frameon=False)
 
     name, log = list(logs.items())[-1]
-    log2_scale = np.log2(log.loss_scale)
+    log2_scale, skipped = np.log2(log.loss_scale), np.asarray(log.skipped)
     below.step(steps, log2_scale, where="mid", **styles[name])
     below.plot(
-        steps[log.skipped], log2_scale[log.skipped], "x", color="#D55E00", ms=8, mew=2,
+        steps[skipped], log2_scale[skipped], "x", color="#D55E00", ms=8, mew=2,
         label="skipped step",
     )  # fmt: skip
     below.set(xlabel="step", ylabel="loss scale")
     below.yaxis.set_major_locator(MultipleLocator(2))
     below.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"$2^{{{y:.0f}}}$"))
-    if log.skipped.any():
+    if skipped.any():
         below.legend(frameon=False, loc="lower right")
     for axes in (above, below):
         axes.grid(alpha=0.25)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
@@ -35,10 +34,10 @@ class Autoencoder(nn.Module):
 class Log(NamedTuple):
     """What a run did, step by step; each of shape (steps,)."""
 
-    loss: np.ndarray  # mean squared error of the batch
-    loss_scale: np.ndarray  # the scale this step used
-    skipped: np.ndarray  # bool
-    zero_share: np.ndarray  # share of gradient entries that are exactly zero
+    loss: jax.Array  # mean squared error of the batch
+    loss_scale: jax.Array  # the scale this step used
+    skipped: jax.Array  # bool
+    zero_share: jax.Array  # share of gradient entries that are exactly zero
 
 
 def load_images() -> jax.Array:
@@ -59,7 +58,7 @@ def train(
     params = model.init(init_key, images[:1])
 
     def loss_fn(params: optax.Params, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
-        error = model.apply(params, batch).astype(jnp.float32) - batch
+        error = jnp.asarray(model.apply(params, batch), jnp.float32) - batch
         mse = jnp.mean(error**2)
         return LOSS_WEIGHT * mse, mse
 
@@ -86,4 +85,4 @@ def train(
         indices = jnp.arange(first, min(first + CHUNK, steps))
         keys = jax.vmap(lambda t: jax.random.fold_in(batch_key, t))(indices)
         carry, log = run_chunk(carry, keys)
-        yield jax.tree.map(np.asarray, log)
+        yield log

@@ -1,0 +1,86 @@
+"""The package as installed: what it imports, ships and names."""
+
+import importlib.metadata
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import optax_dls as dls
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def test_import_brings_in_jax_and_optax_alone():
+    unwanted = {"flax", "chex", "matplotlib", "sklearn", "rich", "hypothesis"}
+    # Optax itself imported chex before 0.2.7; then it is not our doing.
+    script = (
+        "import sys, optax; before = set(sys.modules); import optax_dls; "
+        "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
+    )
+    new = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert "optax_dls" in new
+    assert not unwanted & set(new)
+
+
+def test_version_and_typing_marker_are_there():
+    assert dls.__version__ == importlib.metadata.version("optax-dls")
+    assert f"## [{dls.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert (pathlib.Path(dls.__file__).parent / "py.typed").exists()
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REQUIREMENTS = [*PROJECT["dependencies"]]
+for extra in PROJECT["optional-dependencies"].values():
+    REQUIREMENTS += extra
+
+
+def test_the_core_needs_jax_jaxlib_and_optax():
+    names = [
+        re.split("[<>=]", requirement)[0] for requirement in PROJECT["dependencies"]
+    ]
+    assert names == ["jax", "jaxlib", "optax"]
+    assert set(PROJECT["optional-dependencies"]) >= {
+        "flax",
+        "demo",
+        "plot",
+        "test",
+        "dev",
+    }
+    assert not any("<" in requirement for requirement in REQUIREMENTS)
+
+
+def test_the_lower_bounds_are_the_versions_that_are_tested():
+    tools = ("mypy", "ruff")  # they look at the code, it does not run on them
+    bounds = {
+        requirement.replace(">=", "==")
+        for requirement in REQUIREMENTS
+        if ">=" in requirement and not requirement.startswith(tools)
+    }
+    pinned = (ROOT / ".ci" / "lower-bounds.txt").read_text().splitlines()
+    assert {line for line in pinned if not line.startswith("#")} == bounds
+
+
+@pytest.mark.parametrize("name", sorted(set(dls.__all__) - {"rules"}))
+def test_every_public_name_says_what_it_is_with_an_example(name):
+    member = getattr(dls, name)
+    doc = inspect.getdoc(member)
+    assert doc.splitlines()[0].endswith((".", "`."))
+    if inspect.isfunction(member):
+        assert ">>> " in doc
+        for section in ("Args:", "Example:"):
+            assert section in doc
+
+
+def test_all_names_everything_public():
+    public = {name for name in vars(dls) if not name.startswith("_")}
+    assert public == set(dls.__all__)
