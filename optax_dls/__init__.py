@@ -7,14 +7,14 @@ from ._finite import all_finite as all_finite
 from ._grad import scale_loss as scale_loss
 from ._grad import unscale as unscale
 from ._grad import value_and_scaled_grad as value_and_scaled_grad
+from ._scaler import LossScalingState as LossScalingState
+from ._scaler import ScalerState as ScalerState
 from ._state import LossScaleStalledError as LossScaleStalledError
 from ._state import loss_scale as loss_scale
 from ._state import metrics as metrics
 from ._state import raise_if_stalled as raise_if_stalled
 from ._state import rollback_if_skipped as rollback_if_skipped
 from ._state import scaler_state as scaler_state
-from ._transform import LossScalingState as LossScalingState
-from ._transform import ScalerState as ScalerState
 from ._transform import dynamic_loss_scaling as dynamic_loss_scaling
 from ._transform import loss_scaling as loss_scaling
 from ._transform import no_loss_scaling as no_loss_scaling

@@ -1,15 +1,17 @@
 """The loss side: scale the loss, take its gradient, hand back the true value."""
 
 import functools
+import numbers
 import warnings
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from . import _views
+from . import _rules, _views
 from ._state import loss_scale, scaler_state
 
 
@@ -29,7 +31,7 @@ def scale_loss(loss: ArrayLike, state: object) -> jax.Array:
 
     Raises:
       ValueError: the loss is not a scalar, or as :func:`scaler_state`.
-      TypeError: the loss is an integer or complex.
+      TypeError: the loss is an integer, complex or no number at all.
 
     Warns:
       UserWarning: the loss is float16.
@@ -42,6 +44,12 @@ def scale_loss(loss: ArrayLike, state: object) -> jax.Array:
       >>> float(dls.scale_loss(jnp.float32(0.5), state))
       64.0
     """
+    scaler = scaler_state(state)
+    if not isinstance(loss, jax.Array | np.ndarray | np.generic | numbers.Number):
+        raise TypeError(
+            f"loss must be a real scalar, got {type(loss).__name__}. Does the loss function "
+            "return it?"
+        )
     loss = jnp.asarray(loss)
     if loss.shape != ():
         raise ValueError(
@@ -53,14 +61,15 @@ def scale_loss(loss: ArrayLike, state: object) -> jax.Array:
             f"loss must be a real floating-point number, got dtype {loss.dtype}. Return "
             "float32."
         )
-    if loss.dtype == jnp.float16:
+    is_scaled = not isinstance(scaler.rule_state, _rules.NoScalingState)
+    if loss.dtype == jnp.float16 and is_scaled:
         warnings.warn(
             "The loss is float16: its gradient is the loss scale itself, so scales above "
             "2**15 overflow. Return loss.astype(jnp.float32).",
             stacklevel=2,
         )
     wide = _views.wide_dtype(loss.dtype)
-    return loss.astype(wide) * loss_scale(state).astype(wide)
+    return loss.astype(wide) * scaler.loss_scale.astype(wide)
 
 
 def unscale(grads: optax.Updates, state: object) -> optax.Updates:
@@ -139,6 +148,11 @@ def value_and_scaled_grad(
       >>> dls.value_and_scaled_grad(loss_fn)(jnp.ones(2), jnp.arange(2.0), state=state)
       (Array(1., dtype=float32), Array([  0., 128.], dtype=float32))
     """
+    if not callable(fun):
+        raise TypeError(
+            f"fun must be a loss function, got {type(fun).__name__}. Pass the function, "
+            "and its arguments to what this returns."
+        )
     # Not every framework's function has argnums.
     keywords = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
 

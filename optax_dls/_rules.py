@@ -104,8 +104,8 @@ def dynamic(
         probe of a larger scale costs one step in N + 1: 0.05 % at 2000.
       min_scale: the floor. 2**-14 still lets a loss far above the range of float16
         through, and is 14 growths away from 1.
-      max_scale: the ceiling. 2**32 is beyond what any float16 network uses, and far
-        from where float32 itself overflows.
+      max_scale: the ceiling. A loss of order one overflows float16 long before 2**32,
+        and float32 is far from its end there; a loss of tiny weight may use more.
 
     Arrays and tracers are taken as they come (this is how
     ``optax.inject_hyperparams`` passes them) and are clamped to the legal range
@@ -201,6 +201,9 @@ def dynamic(
 def static(scale: ArrayLike) -> Rule:
     r"""A fixed scale, :math:`S_t = S`; steps that overflow are still skipped.
 
+    The scale is that of the rule, also where a restored state brought another one: it
+    holds from the second step on.
+
     Args:
       scale: the factor itself (not its exponent). A power of two is exact.
 
@@ -225,17 +228,21 @@ def static(scale: ArrayLike) -> Rule:
     def update(
         grads_finite: jax.Array, loss_scale: jax.Array, rule_state: optax.OptState
     ) -> tuple[jax.Array, optax.OptState]:
-        del grads_finite
-        return loss_scale, rule_state
+        del grads_finite, loss_scale, rule_state
+        return init()
 
     return Rule(init, update)
+
+
+class NoScalingState(NamedTuple):
+    """State of :func:`none`: empty, but it tells that the scale is 1 for good."""
 
 
 def none() -> Rule:
     """No scaling: the scale is 1, and nothing is checked, unscaled or skipped.
 
     Returns:
-      A :class:`Rule` without state and without ``update``.
+      A :class:`Rule` with the empty :class:`NoScalingState` and without ``update``.
 
     Example:
       >>> import optax_dls as dls
@@ -243,7 +250,7 @@ def none() -> Rule:
       >>> float(scale)
       1.0
     """
-    return Rule(lambda: (jnp.ones((), jnp.float32), ()), None)
+    return Rule(lambda: (jnp.ones((), jnp.float32), NoScalingState()), None)
 
 
 def _float32(x: ArrayLike) -> jax.Array:
@@ -266,8 +273,10 @@ def _check(
 ) -> None:
     """Raises unless ``value`` is an array scalar, or a number that obeys ``rule``."""
     if isinstance(value, jax.Array | np.ndarray):
-        right_kind = np.integer if kind is numbers.Integral else np.number
-        if value.shape != () or not jnp.issubdtype(value.dtype, right_kind):
+        is_integer = jnp.issubdtype(value.dtype, np.integer)
+        is_float = jnp.issubdtype(value.dtype, np.floating)
+        is_right = is_integer or (is_float and kind is numbers.Real)
+        if value.shape != () or not is_right:
             raise TypeError(
                 f"{name} must be {rule}; as an array it must be a scalar of shape (), "
                 f"got shape {value.shape} and dtype {value.dtype}. {cure}"

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
-from ._transform import LossScalingState, ScalerState, holds_scaler
+from . import _rules
+from ._scaler import LossScalingState, ScalerState, holds_scaler
 
 Tree = TypeVar("Tree")
 
@@ -77,11 +79,11 @@ def scaler_state(state: object) -> ScalerState:
       >>> float(dls.scaler_state(state).loss_scale)
       32768.0
     """
-    if state is None or isinstance(state, numbers.Number):
+    if state is None or isinstance(state, numbers.Number | jax.Array | np.ndarray):
         raise TypeError(
-            f"state must be the optimizer state that tx.init gave, got {state!r}. Not a "
-            "number: a scale kept apart goes stale, and then gradients are wrong by a "
-            "factor."
+            "state must be the optimizer state that tx.init or tx.update gave, got "
+            f"{state!r}. Not a number: a scale kept apart goes stale, and then gradients "
+            "are wrong by a factor."
         )
     stops = (LossScalingState, ScalerState, *_HIDES_SCALER)
     nodes, _ = jax.tree_util.tree_flatten_with_path(
@@ -102,7 +104,8 @@ def scaler_state(state: object) -> ScalerState:
             "state holds no loss scaler: found no LossScalingState in "
             f"{type(state).__name__}. Wrap the optimizer, "
             "tx = dynamic_loss_scaling(optimizer) (no_loss_scaling(optimizer) for "
-            "float32 and bfloat16), and pass the state that tx.init(params) gives."
+            "float32 and bfloat16), and pass the state that tx.init(params) gives; restore "
+            "a checkpoint into the structure of that state."
         )
     if len(found) > 1:
         where = ", ".join(path for path, _ in found)
@@ -121,6 +124,9 @@ def scaler_state(state: object) -> ScalerState:
                 "old.inner_state."
             )
         node = node.scaler
+    if isinstance(node.rule_state, _rules.NoScalingState):
+        # Also where a checkpoint of another wrapper was restored into this state.
+        node = node._replace(loss_scale=jnp.ones((), jnp.float32))
     # The arrays may be boxed, as in nnx.Optimizer.
     return jax.tree.map(
         jnp.asarray, node, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__")
@@ -218,11 +224,19 @@ def rollback_if_skipped(state: object, new: Tree, old: Tree) -> Tree:
     """
     skipped = scaler_state(state).consecutive_skips > 0
 
-    def select(new_leaf: jax.Array, old_leaf: jax.Array) -> jax.Array:
-        trailing = jnp.ndim(new_leaf) - skipped.ndim
-        return jnp.where(
-            skipped.reshape(skipped.shape + (1,) * trailing), old_leaf, new_leaf
-        )
+    def select(
+        path: jax.tree_util.KeyPath, new_leaf: ArrayLike, old_leaf: ArrayLike
+    ) -> jax.Array:
+        types = [(jnp.shape(x), jnp.result_type(x).name) for x in (new_leaf, old_leaf)]
+        if types[0] != types[1]:
+            raise ValueError(
+                "new and old must have equal shapes and dtypes, got "
+                f"{types[0]} and {types[1]} at {jax.tree_util.keystr(path)}. Pass the same "
+                "collection from after and from before the step."
+            )
+        trailing = (1,) * (jnp.ndim(new_leaf) - skipped.ndim)
+        condition = skipped.reshape(skipped.shape + trailing)
+        return jnp.where(condition, old_leaf, new_leaf)
 
     if jax.tree.structure(new) != jax.tree.structure(old):  # type: ignore[operator]
         raise ValueError(
@@ -230,7 +244,7 @@ def rollback_if_skipped(state: object, new: Tree, old: Tree) -> Tree:
             f"{jax.tree.structure(new)} and {jax.tree.structure(old)}. Pass the same "
             "collection from after and from before the step."
         )
-    return jax.tree.map(select, new, old)
+    return jax.tree_util.tree_map_with_path(select, new, old)
 
 
 def raise_if_stalled(state: object, max_consecutive_skips: int = 100) -> None:

@@ -1,48 +1,18 @@
 """The wrapper: unscale, check, apply or skip, and move the scale, in one lax.cond."""
 
+import numbers
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from . import _rules, _views
+from . import _rules, _types, _views
 from ._finite import AxisName, agree, all_finite
-
-
-class ScalerState(NamedTuple):
-    """What the loss scaler remembers. Each field has a buffer of its own.
-
-    Attributes:
-      loss_scale: S, the factor for the next loss.
-      grads_finite: whether the unscaled gradients of the last step were all finite;
-        True before the first step.
-      consecutive_skips: skipped steps since the last applied one. Above 0 exactly
-        if the last step was skipped.
-      total_skips: skipped steps since ``init``. Both counters saturate at 2**31 - 1.
-      rule_state: what the rule remembers, for instance a ``DynamicRuleState``.
-    """
-
-    loss_scale: jax.Array  # shape=(), dtype=float32
-    grads_finite: jax.Array  # shape=(), dtype=bool
-    consecutive_skips: jax.Array  # shape=(), dtype=int32
-    total_skips: jax.Array  # shape=(), dtype=int32
-    rule_state: optax.OptState
-
-
-class LossScalingState(NamedTuple):
-    """State of the loss-scaling transformations.
-
-    Attributes:
-      scaler: the scale and its counters.
-      inner_state: state of the wrapped optimizer.
-    """
-
-    scaler: ScalerState
-    inner_state: optax.OptState
+from ._scaler import LossScalingState, ScalerState, holds_scaler, next_scaler
 
 
 def loss_scaling(
@@ -109,7 +79,7 @@ def loss_scaling(
       Micikevicius et al., `Mixed Precision Training
       <https://arxiv.org/abs/1710.03740>`_, 2018
     """
-    _check_arguments(inner, rule, check_updates)
+    _check_arguments(inner, rule, check_updates, axis_name)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> LossScalingState:
@@ -130,7 +100,7 @@ def loss_scaling(
         )
         # Several optimizers alias the parameters or a constant in their state, and
         # donation refuses a buffer that is handed over twice.
-        return jax.tree.map(_own, LossScalingState(scaler, inner_state))
+        return jax.tree.map(_types.own, LossScalingState(scaler, inner_state))
 
     def update(
         grads: optax.Updates,
@@ -138,7 +108,7 @@ def loss_scaling(
         params: optax.Params | None = None,
         **extra_args: ArrayLike | Callable,
     ) -> tuple[optax.Updates, LossScalingState]:
-        _check_state(state)
+        _check_state(state, rule)
         if rule.update is None:
             updates, inner_state = inner.update(
                 grads, state.inner_state, params, **extra_args
@@ -146,13 +116,14 @@ def loss_scaling(
             return updates, state._replace(inner_state=inner_state)
 
         grads, dtypes = _views.align(grads, params)
-        state = jax.tree.map(_strongly_typed, state)
+        _check_inner_state(state.inner_state, inner, params)
+        state = jax.tree.map(_types.strongly_typed, state)
         loss_scale = jnp.asarray(state.scaler.loss_scale, jnp.float32)
         state = state._replace(scaler=state.scaler._replace(loss_scale=loss_scale))
 
         flags = [all_finite(_views.unscale(grads, loss_scale, dtypes))]
         if extra_args.get("value") is not None:
-            flags.append(all_finite(extra_args["value"]))
+            flags.append(all_finite(_checked_value(extra_args["value"])))
         grads_finite, *value_finite = agree(flags, loss_scale, axis_name)
 
         def applied(
@@ -166,14 +137,20 @@ def loss_scaling(
                 _views.widen(params),
                 **extra_args,
             )
-            new_inner_state = _keep_types(new_inner_state, inner_state)
+            new_inner_state = _types.keep(
+                new_inner_state,
+                inner_state,
+                "inner.update",
+                "If a gradient is None, this optimizer cannot skip that parameter: leave "
+                "it out with optax.partition or optax.masked inside the wrapper.",
+            )
             ok = jnp.array(True)
             if check_updates:
                 (ok,) = agree([all_finite(updates)], scaler.loss_scale, axis_name)
                 zeros = jax.tree.map(jnp.zeros_like, updates)
-                updates = _select(ok, updates, zeros)
-                new_inner_state = _select(ok, new_inner_state, inner_state)
-            scaler = _next_scaler(rule, scaler, grads_finite, applied=ok, heard=ok)
+                updates = _types.select(ok, updates, zeros)
+                new_inner_state = _types.select(ok, new_inner_state, inner_state)
+            scaler = next_scaler(rule, scaler, grads_finite, applied=ok, heard=ok)
             return updates, LossScalingState(scaler, new_inner_state)
 
         def skipped(
@@ -182,7 +159,7 @@ def loss_scaling(
             del grads, params
             updates = jax.tree.map(jnp.zeros_like, updates_type)
             heard = value_finite[0] if value_finite else jnp.array(True)
-            scaler = _next_scaler(
+            scaler = next_scaler(
                 rule, state.scaler, grads_finite, applied=jnp.array(False), heard=heard
             )
             return updates, state._replace(scaler=scaler)
@@ -333,105 +310,91 @@ def no_loss_scaling(
     return loss_scaling(inner, _rules.none())
 
 
-def holds_scaler(tree: object) -> bool:
-    """Whether a tree contains the state of a loss-scaling transformation."""
-    return any(
-        isinstance(node, LossScalingState)
-        for node in jax.tree.leaves(
-            tree, is_leaf=lambda node: isinstance(node, LossScalingState)
-        )
-    )
-
-
-def _next_scaler(
-    rule: _rules.Rule,
-    scaler: ScalerState,
-    grads_finite: jax.Array,
-    *,
-    applied: jax.Array,
-    heard: jax.Array,
-) -> ScalerState:
-    """The scaler after a step that was applied or not.
-
-    The rule hears of it unless it failed for a reason that no scale could have helped.
-    """
-    assert rule.update is not None
-    before = (scaler.loss_scale, scaler.rule_state)
-    after = _keep_types(rule.update(applied, *before), before)
-    loss_scale, rule_state = _select(heard, after, before)
-    consecutive_skips = optax.safe_increment(scaler.consecutive_skips)
-    total_skips = optax.safe_increment(scaler.total_skips)
-    return ScalerState(
-        loss_scale=loss_scale,
-        grads_finite=grads_finite,
-        consecutive_skips=jnp.where(applied, 0, consecutive_skips),
-        total_skips=jnp.where(applied, scaler.total_skips, total_skips),
-        rule_state=rule_state,
-    )
-
-
-def _select(
-    condition: jax.Array, new: optax.OptState, old: optax.OptState
-) -> optax.OptState:
-    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
-
-
-def _own(leaf: ArrayLike) -> ArrayLike:
-    """A strongly typed copy in a buffer that nothing else holds."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    return _strongly_typed(jnp.array(leaf, copy=True))
-
-
-def _strongly_typed(leaf: ArrayLike) -> jax.Array:
-    array = jnp.asarray(leaf)
-    return array.astype(array.dtype) if jax.typeof(array).weak_type else array
-
-
-def _keep_types(new: optax.OptState, old: optax.OptState) -> optax.OptState:
-    """The new state in the dtypes of the old one, so that its types never drift.
-
-    Some optimizers promote: Adam's moments of an integer parameter, for instance.
-    """
-    if jax.tree.structure(new) != jax.tree.structure(old):  # type: ignore[operator]
-        raise ValueError(
-            "the inner optimizer must return a state of the structure that it got, but it "
-            f"turned {jax.tree.structure(old)} into {jax.tree.structure(new)}. If a "
-            "gradient is None, this optimizer cannot skip that parameter: leave it out "
-            "with optax.partition or optax.masked inside the wrapper."
-        )
-
-    def keep_dtype(new_leaf: ArrayLike, old_leaf: jax.Array) -> jax.Array:
-        array = _strongly_typed(new_leaf)
-        return array if array.dtype == old_leaf.dtype else array.astype(old_leaf.dtype)
-
-    return jax.tree.map(keep_dtype, new, old)
-
-
 def _check_arguments(
-    inner: optax.GradientTransformation, rule: _rules.Rule, check_updates: bool
+    inner: optax.GradientTransformation,
+    rule: _rules.Rule,
+    check_updates: bool,
+    axis_name: AxisName | None,
 ) -> None:
     if not callable(getattr(inner, "init", None)) or not callable(
         getattr(inner, "update", None)
     ):
+        cure = (
+            "Call the optimizer first: dynamic_loss_scaling(optax.adam(1e-3))."
+            if callable(inner)
+            else "Pass an optimizer, or optax.chain(...) of several transformations."
+        )
         raise TypeError(
             "inner must be an optax.GradientTransformation (with init and update), got "
-            f"{inner!r}. Call the optimizer first: dynamic_loss_scaling(optax.adam(1e-3))."
+            f"{inner!r}. {cure}"
         )
     if not isinstance(rule, _rules.Rule):
         raise TypeError(
-            f"rule must be a Rule, got {rule!r}. Call one: rules.dynamic() or "
-            "rules.static(128.0)."
+            f"rule must be a Rule, got {rule!r}. Call rules.dynamic() or "
+            "rules.static(128.0), or build one: rules.Rule(init, update)."
         )
     if not isinstance(check_updates, bool):
         raise TypeError(f"check_updates must be True or False, got {check_updates!r}.")
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    if any(isinstance(name, numbers.Number) for name in names):
+        raise TypeError(
+            f"axis_name must be the name of a mapped axis or a tuple of names, got "
+            f"{axis_name!r}. Leave it out unless you know that you need it."
+        )
 
 
-def _check_state(state: LossScalingState) -> None:
+def _check_state(state: LossScalingState, rule: _rules.Rule) -> None:
     if not isinstance(state, LossScalingState):
         raise TypeError(
-            "state must be the LossScalingState that tx.init gave, got "
-            f"{type(state).__name__}. The state of an optimizer that ran without loss "
-            "scaling goes under a new scaler by "
+            "state must be the LossScalingState that tx.init(params) gives, got "
+            f"{type(state).__name__}. Call state = tx.init(params) first, and restore a "
+            "checkpoint into that structure. The state of an optimizer that ran without "
+            "loss scaling goes under a new scaler by "
             "tx.init(params)._replace(inner_state=old_state)."
         )
+    _, expected = jax.eval_shape(rule.init)
+    if type(state.scaler.rule_state) is not type(expected):
+        raise TypeError(
+            "state must come from the init of this very transformation, got one whose "
+            f"rule keeps a {type(state.scaler.rule_state).__name__}, not a "
+            f"{type(expected).__name__}. Move a run from one wrapper to another by "
+            "tx.init(params)._replace(inner_state=old.inner_state)."
+        )
+
+
+def _check_inner_state(
+    inner_state: optax.OptState,
+    inner: optax.GradientTransformation,
+    params: optax.Params | None,
+) -> None:
+    """Raises where the moments of half-precision parameters are in half precision."""
+    views = _views.widen(params)
+    is_wide = jax.tree.map(lambda view, p: view is p, views, params)
+    if jax.tree.all(is_wide):
+        return
+    expected, _ = jax.tree.flatten(jax.eval_shape(inner.init, views))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(inner_state)
+    for (path, leaf), wanted in zip(leaves, expected, strict=False):
+        if jnp.result_type(leaf) != wanted.dtype:
+            raise TypeError(
+                f"state.inner_state{jax.tree_util.keystr(path)} must be {wanted.dtype}, "
+                f"got {leaf.dtype}: the optimizer works on float32 views of "
+                "half-precision parameters. Cast a state from elsewhere: jax.tree.map("
+                "lambda old, new: old.astype(new.dtype), old_state, "
+                "tx.init(params).inner_state)."
+            )
+
+
+def _checked_value(value: object) -> jax.Array:
+    """``value=`` as an array, if it can be a loss."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
+        raise TypeError(
+            f"value must be the true loss, a scalar, got {type(value).__name__}. Without "
+            "auxiliary data: value=loss."
+        )
+    if jnp.shape(value) != ():
+        raise ValueError(
+            f"value must be the true loss, a scalar of shape (), got shape "
+            f"{jnp.shape(value)}. Reduce it, e.g. with jnp.mean."
+        )
+    return jnp.asarray(value)

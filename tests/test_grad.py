@@ -127,6 +127,12 @@ class TestValueAndScaledGrad:
             ),
             (lambda w: (jnp.sum(w), 1), False, TypeError, "pass has_aux=True"),
             (lambda w: jnp.sum(w), True, TypeError, r"return a pair \(loss, aux\)"),
+            (
+                lambda w: None,
+                False,
+                TypeError,
+                "got NoneType. Does the loss function ret",
+            ),
         ],
     )
     @pytest.mark.standard_promotion
@@ -134,8 +140,22 @@ class TestValueAndScaledGrad:
         with pytest.raises(error, match=message):
             dls.value_and_scaled_grad(loss_fn, has_aux=has_aux)(W, state=state_of())
 
+    def test_a_value_in_place_of_the_function_is_refused(self):
+        with pytest.raises(TypeError, match="fun must be a loss function"):
+            dls.value_and_scaled_grad(quadratic(W, X))
+
 
 class TestScaleLoss:
+    def test_swapped_arguments_are_refused(self):
+        with pytest.raises(TypeError, match="loss must be a real scalar|state must be"):
+            dls.scale_loss(state_of(), jnp.float32(1.0))
+        with pytest.raises(TypeError, match="got LossScalingState"):
+            dls.scale_loss(state_of(), state_of())
+
+    def test_no_scaling_warns_of_nothing(self):
+        state = dls.no_loss_scaling(optax.sgd(1.0)).init(W)
+        assert float(dls.scale_loss(jnp.float16(3.0), state)) == 3.0
+
     @pytest.mark.parametrize(
         ("dtype", "expected"), [("bfloat16", "float32"), ("float32", "float32")]
     )

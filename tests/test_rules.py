@@ -155,7 +155,10 @@ def test_the_longest_interval_does_not_overflow_its_counter():
         assert 0 <= int(new_state.growth_count) <= 2**31 - 2
 
 
-WRONG_TYPES = [True, False, "65536", None, 1j, [2.0], np.True_, jnp.array([2.0])]
+WRONG_TYPES = [
+    *(True, False, "65536", None, 1j, [2.0], np.True_),
+    *(jnp.array([2.0]), jnp.array(True), jnp.array(2j)),
+]
 NOT_A_SCALE = [math.nan, math.inf, -math.inf, 0.0, 0, -1.0, 2.0**-101, 2.0**127, 10**40]
 
 
@@ -254,3 +257,16 @@ def test_nonsense_factors_as_arrays_never_leave_the_bounds():
         for finite in (True, False, False, True):
             scale, state = rule.update(jnp.array(finite), scale, state)
             assert 2.0**-14 <= float(scale) <= 2.0**32
+
+
+def test_the_static_scale_of_the_rule_wins_over_a_restored_one():
+    old, new = (dls.static_loss_scaling(optax.sgd(1.0), s) for s in (1024.0, 8.0))
+    state = old.init(jnp.zeros(1))
+    _, state = new.update(jnp.array([1.0]), state)
+    assert float(dls.loss_scale(state)) == 8.0
+    inject = optax.inject_hyperparams(dls.static_loss_scaling)
+    tx = inject(optax.sgd(1.0), scale=optax.linear_schedule(8.0, 16.0, 1))
+    state, params = tx.init(jnp.zeros(1)), jnp.zeros(1)
+    for expected in (8.0, 16.0, 16.0):
+        _, state = tx.update(jnp.array([1.0]), state, params)
+        assert float(dls.loss_scale(state)) == expected

@@ -117,13 +117,13 @@ def test_a_whole_state_put_where_the_inner_one_belongs_is_refused():
         dls.loss_scale(state._replace(inner_state=state))
 
 
-@pytest.mark.parametrize("state", [None, 3, 64.0, np.float32(2)])
+@pytest.mark.parametrize("state", [None, 3, 64.0, np.float32(2), jnp.float32(64)])
 def test_none_and_numbers_are_refused(state):
     with pytest.raises(TypeError, match="state must be the optimizer state"):
         dls.metrics(state)
 
 
-@pytest.mark.parametrize("state", [{}, (), PARAMS, jnp.float32(64), "state"])
+@pytest.mark.parametrize("state", [{}, (), PARAMS, "state"])
 def test_a_state_without_scaler_is_refused(state):
     with pytest.raises(ValueError, match="state holds no loss scaler"):
         dls.metrics(state)
@@ -156,6 +156,12 @@ class TestRollback:
         _, state = tx.update(jnp.array([jnp.inf]), tx.init(jnp.zeros(1)))
         kept = dls.rollback_if_skipped(state, jax.random.key(1), jax.random.key(0))
         assert kept == jax.random.key(0)
+
+    @pytest.mark.parametrize("new", [jnp.ones(1), jnp.ones(3, jnp.float16)])
+    def test_other_shapes_and_dtypes_are_refused_by_name(self, new):
+        state = make().init(PARAMS)
+        with pytest.raises(ValueError, match=r"equal shapes and dtypes.*at \['mean'\]"):
+            dls.rollback_if_skipped(state, {"mean": new}, {"mean": jnp.ones(3)})
 
     def test_other_trees_are_refused(self):
         state = make().init(PARAMS)

@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -470,6 +471,14 @@ class TestErrors:
         updates, _ = tx.update({"a": jnp.ones(1), "b": None}, tx.init(params), params)
         assert updates["b"] is None
 
+    def test_the_cure_for_a_list_is_a_chain(self):
+        with pytest.raises(TypeError, match="optax.chain"):
+            make([optax.clip(1.0), optax.sgd(1.0)])
+
+    def test_a_missing_init_is_named(self):
+        with pytest.raises(TypeError, match=r"Call state = tx.init\(params\) first"):
+            make().update(jnp.ones(1), None)
+
     @pytest.mark.parametrize("inner", [optax.adam, None, 1e-3, "adam"])
     def test_an_inner_that_is_no_transformation_is_refused(self, inner):
         with pytest.raises(TypeError, match="inner must be an optax.GradientTrans"):
@@ -483,6 +492,72 @@ class TestErrors:
     def test_check_updates_must_be_bool(self):
         with pytest.raises(TypeError, match="check_updates must be True or False"):
             make(check_updates=1)
+
+    @pytest.mark.parametrize(
+        ("value", "error"),
+        [
+            (jnp.ones(3), ValueError),
+            ((jnp.ones(()), {}), TypeError),
+            ("loss", TypeError),
+        ],
+    )
+    def test_a_value_that_is_no_loss_is_refused(self, value, error):
+        tx = make()
+        with pytest.raises(error, match="value must be the true loss, a scalar"):
+            tx.update(jnp.ones(1), tx.init(jnp.ones(1)), value=value)
+
+    @pytest.mark.parametrize("axis_name", [3, ("d", 0), 1.5])
+    def test_an_axis_name_that_is_a_number_is_refused(self, axis_name):
+        with pytest.raises(
+            TypeError, match="axis_name must be the name of a mapped axis"
+        ):
+            make(axis_name=axis_name)
+
+    def test_a_state_of_another_wrapper_is_refused_with_the_way_over(self):
+        sgd = optax.sgd(1.0)
+        wrappers = [
+            dls.dynamic_loss_scaling(sgd),
+            dls.static_loss_scaling(sgd, 8.0),
+            dls.no_loss_scaling(sgd),
+        ]
+        for tx in wrappers:
+            for other in wrappers:
+                state = other.init(jnp.ones(1))
+                if tx is other:
+                    tx.update(jnp.ones(1), state)
+                    continue
+                with pytest.raises(
+                    TypeError, match="from the init of this very transf"
+                ):
+                    tx.update(jnp.ones(1), state)
+
+    def test_a_rule_that_changes_its_state_is_blamed_itself(self):
+        rule = dls.rules.Rule(
+            lambda: (8.0, ()), lambda finite, scale, state: (scale, 1)
+        )
+        tx = dls.loss_scaling(optax.sgd(1.0), rule)
+        with pytest.raises(
+            ValueError, match="rule.update must return a state of the str"
+        ):
+            tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
+
+    @pytest.mark.standard_promotion
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_half_precision_moments_are_refused_with_the_cast(self, dtype):
+        adam, params = optax.adam(1e-3), {"w": jnp.ones(2, dtype)}
+        tx, old_state = make(adam), adam.init(params)
+        state = tx.init(params)._replace(inner_state=old_state)
+        with pytest.raises(TypeError, match=rf"\['w'\] must be float32, got {dtype}"):
+            tx.update(params, state, params)
+        cast = jax.tree.map(
+            lambda old, new: old.astype(new.dtype),
+            old_state,
+            tx.init(params).inner_state,
+        )
+        tx.update(params, state._replace(inner_state=cast), params)
+        # What the user asked for in so many words is another matter.
+        tx = make(optax.adam(1e-3, mu_dtype=dtype))
+        tx.update(params, tx.init(params), params)
 
     @pytest.mark.standard_promotion
     def test_a_state_without_scaler_is_refused_with_the_way_in(self):
@@ -579,6 +654,21 @@ class TestNoLossScaling:
             program = str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
             assert ("is_finite" in program) == has_check
             assert ("cond" in program) == has_check
+
+    def test_a_scale_in_its_state_means_nothing(self):
+        """Restored from a run with a static scale, or set by hand."""
+        tx = dls.no_loss_scaling(optax.sgd(1.0))
+        params = jnp.zeros(2)
+        set_by_hand = optax.tree.set(tx.init(params), loss_scale=jnp.float32(1024.0))
+        saved = flax.serialization.to_bytes(
+            dls.static_loss_scaling(optax.sgd(1.0), 1024.0).init(params)
+        )
+        restored = flax.serialization.from_bytes(tx.init(params), saved)
+        for state in (set_by_hand, restored):
+            assert float(dls.loss_scale(state)) == 1.0
+            _, grads = dls.value_and_scaled_grad(jnp.sum)(params, state=state)
+            updates, _ = tx.update(grads, state, params)
+            np.testing.assert_array_equal(updates, [-1.0, -1.0])
 
     def test_a_run_moves_between_the_wrappers(self):
         params = jnp.ones(2)

@@ -16,7 +16,7 @@ import optax_dls as dls
 from ._train import Log, train
 
 LEARNING_RATE = 1e-3
-# The last steps, over which the final loss is averaged.
+# The last steps, over which the final error is averaged.
 FINAL = 20
 
 
@@ -76,7 +76,7 @@ def table(logs: dict[str, Log]) -> Table:
     """One row per run."""
     result = Table(title="Autoencoder on 8x8 digits")
     result.add_column("run", no_wrap=True)
-    for column in ("final loss", "zero gradients", "skipped", "scale: start, top, end"):
+    for column in ("final error", "zero grads", "skipped", "scale start/top/end"):
         result.add_column(column, justify="right")
     for name, log in logs.items():
         scales = [float(log.loss_scale[t]) for t in (0, jnp.argmax(log.loss_scale), -1)]
@@ -85,7 +85,7 @@ def table(logs: dict[str, Log]) -> Table:
             f"{final_loss(log):.5f}",
             f"{jnp.mean(log.zero_share):.1%}",
             f"{log.skipped.sum()} of {len(log.loss)}",
-            "none" if max(scales) == 1 else ", ".join(map(power_of_two, scales)),
+            "none" if max(scales) == 1 else " ".join(map(power_of_two, scales)),
         )
     return result
 
@@ -94,7 +94,7 @@ def verdict(logs: dict[str, Log]) -> str:
     """The two comparisons that matter, as they came out."""
     full, half, scaled = map(final_loss, logs.values())
     return (
-        f"Against float32 the final loss is {half / full:.2f} times as high in float16 and "
+        f"Against float32 the final error is {half / full:.2f} times as high in float16 and "
         f"{scaled / full:.3f} times with loss scaling (mean of the last "
         f"{min(FINAL, len(logs['float32'].loss))} steps)."
     )
@@ -114,17 +114,18 @@ def draw(logs: dict[str, Log]) -> Figure:
         steps = np.arange(1, len(log.loss) + 1)
         above.plot(steps, log.loss, label=name, **styles[name])
     above.set(yscale="log", ylabel="mean squared error")
-    above.set_title("One network on handwritten digits, three ways", loc="left")
+    above.set_title(
+        "One autoencoder on handwritten digits, loss weight 0.001", loc="left"
+    )
     above.legend(frameon=False)
 
     name, log = list(logs.items())[-1]
     log2_scale, skipped = np.log2(log.loss_scale), np.asarray(log.skipped)
     below.step(steps, log2_scale, where="mid", **styles[name])
     below.plot(
-        steps[skipped], log2_scale[skipped], "x", color="#D55E00", ms=8, mew=2,
-        label="skipped step",
-    )  # fmt: skip
-    below.set(xlabel="step", ylabel="loss scale")
+        steps[skipped], log2_scale[skipped], "kx", ms=8, mew=2, label="skipped step"
+    )
+    below.set(xlabel="step", ylabel="loss scale (float16 scaled)")
     below.yaxis.set_major_locator(MultipleLocator(2))
     below.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"$2^{{{y:.0f}}}$"))
     if skipped.any():

@@ -1,0 +1,48 @@
+"""States whose shapes, dtypes and weak types never change."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+
+def own(leaf: ArrayLike) -> ArrayLike:
+    """A strongly typed copy in a buffer that nothing else holds."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    return strongly_typed(jnp.array(leaf, copy=True))
+
+
+def strongly_typed(leaf: ArrayLike) -> jax.Array:
+    array = jnp.asarray(leaf)
+    return array.astype(array.dtype) if jax.typeof(array).weak_type else array
+
+
+def keep(
+    new: optax.OptState, old: optax.OptState, source: str, cure: str
+) -> optax.OptState:
+    """The new state in the dtypes of the old one, so that its types never drift.
+
+    Some optimizers promote: Adam's moments of an integer parameter, for instance.
+
+    Raises:
+      ValueError: ``source``, which made the new state, changed its structure.
+    """
+    if jax.tree.structure(new) != jax.tree.structure(old):  # type: ignore[operator]
+        raise ValueError(
+            f"{source} must return a state of the structure that it got, but it turned "
+            f"{jax.tree.structure(old)} into {jax.tree.structure(new)}. {cure}"
+        )
+
+    def keep_dtype(new_leaf: ArrayLike, old_leaf: jax.Array) -> jax.Array:
+        array = strongly_typed(new_leaf)
+        return array if array.dtype == old_leaf.dtype else array.astype(old_leaf.dtype)
+
+    return jax.tree.map(keep_dtype, new, old)
+
+
+def select(
+    condition: jax.Array, new: optax.OptState, old: optax.OptState
+) -> optax.OptState:
+    """``new`` where the condition holds, ``old`` elsewhere, leaf by leaf."""
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

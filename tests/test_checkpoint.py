@@ -1,0 +1,182 @@
+"""Checkpoints: a run that stops and goes on equals the run that never stopped."""
+
+import pathlib
+import subprocess
+import sys
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as orbax_v1
+
+import optax_dls as dls
+
+pytestmark = pytest.mark.standard_promotion
+
+HERE = pathlib.Path(__file__).parent
+FORMATS = ("orbax", "orbax v1", "flax", "leaves")
+LAYOUTS = ((1, 1), (8, 8), (8, 2), (1, 8))  # devices that save, devices that resume
+optimizer = optax.adamw(1e-2)
+tx = dls.dynamic_loss_scaling(optimizer, init_scale=1024.0, growth_interval=3)
+
+
+def shardings(devices):
+    """Of parameters and state: rows over the devices, scalars everywhere."""
+    mesh = jax.make_mesh(
+        (devices,),
+        ("d",),
+        axis_types=(AxisType.Auto,),
+        devices=jax.devices()[:devices],
+    )
+    rows, everywhere = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+    params = {"w": rows, "v": rows}
+    return params, optax.tree.map_params(
+        tx,
+        lambda _, sharding: sharding,
+        jax.eval_shape(tx.init, start_params()),
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+
+
+def start_params():
+    return {
+        "w": jnp.linspace(-1, 1, 24).reshape(8, 3),
+        "v": jnp.linspace(0, 1, 8).astype(jnp.float16),
+    }
+
+
+def start(devices):
+    param_shardings, state_shardings = shardings(devices)
+    params = jax.device_put(start_params(), param_shardings)
+    return params, jax.jit(tx.init, out_shardings=state_shardings)(params)
+
+
+def train(params, state, first, last, devices):
+    """Steps first to last - 1: step 6 overflows, steps 2, 5 and 9 grow the scale."""
+
+    @jax.jit
+    def step(params, state, t):
+        grads = jax.tree.map(
+            lambda p: jnp.sin(p.astype(jnp.float32) + t) * dls.loss_scale(state), params
+        )
+        grads["w"] = grads["w"].at[-1, 0].multiply(jnp.where(t == 6, jnp.nan, 1.0))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for t in range(first, last):
+        params, state = step(params, state, jnp.float32(t))
+        params, state = jax.device_put((params, state), shardings(devices))
+    return params, state
+
+
+def leaves_of(tree):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def save(format, folder, tree):
+    folder.mkdir(parents=True)
+    if format == "orbax":
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / "saved", tree)
+    elif format == "orbax v1":
+        orbax_v1.save(folder / "saved", tree)
+    elif format == "flax":
+        (folder / "saved").write_bytes(flax.serialization.to_bytes(tree))
+    else:
+        np.savez(folder / "saved.npz", *leaves_of(tree))
+
+
+def load(format, folder, devices):
+    fresh = start(devices)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh
+    )
+    if format == "orbax":
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            return checkpointer.restore(folder / "saved", abstract)
+    if format == "orbax v1":
+        return orbax_v1.load(folder / "saved", abstract)
+    if format == "flax":
+        tree = flax.serialization.from_bytes(fresh, (folder / "saved").read_bytes())
+    else:
+        arrays = np.load(folder / "saved.npz")
+        tree = jax.tree.unflatten(jax.tree.structure(fresh), list(arrays.values()))
+    return jax.device_put(tree, shardings(devices))
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """Five steps here, saved in every format; five more in a new process."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for format in FORMATS:
+        for devices in {saved_on for saved_on, _ in LAYOUTS}:
+            tree = train(*start(devices), 0, 5, devices)
+            save(format, folder / format / str(devices), tree)
+    worker = [sys.executable, str(HERE / "resume_worker.py"), str(folder)]
+    subprocess.run(worker, check=True)
+    return folder
+
+
+@pytest.mark.parametrize(("saved_on", "resumed_on"), LAYOUTS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_five_and_five_steps_equal_ten(resumed, format, saved_on, resumed_on):
+    params, state = train(*start(resumed_on), 0, 10, resumed_on)
+    assert int(state.scaler.total_skips) == 1
+    assert float(dls.loss_scale(state)) == 4096.0
+    end = np.load(resumed / format / str(saved_on) / f"end_on_{resumed_on}.npz")
+    for value, expected in zip(end.values(), leaves_of((params, state)), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.parametrize("format", ["orbax", "flax"])
+def test_an_optimizer_saved_without_a_scaler_goes_under_one(tmp_path, format):
+    params = start_params()
+    _, old = optimizer.update(params, optimizer.init(params), params)
+    save(format, tmp_path / "old", old)
+
+    def load_into(template):
+        if format == "flax":
+            saved = (tmp_path / "old" / "saved").read_bytes()
+            return flax.serialization.from_bytes(template, saved)
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            return checkpointer.restore(
+                tmp_path / "old" / "saved", jax.eval_shape(lambda: template)
+            )
+
+    fresh = tx.init(params)
+    # Loaded as if it had a scaler: both libraries name what is missing.
+    with pytest.raises(ValueError, match="scaler"):
+        load_into(fresh)
+    # Loaded as what it is, and used as if it had one: the update says what to do.
+    bare = load_into(optimizer.init(params))
+    with pytest.raises(TypeError, match=r"_replace\(inner_state=old_state\)"):
+        tx.update(params, bare, params)
+    _, state = tx.update(params, fresh._replace(inner_state=bare), params)
+    assert int(optax.tree.get(state, "count")) == 2
+    assert float(dls.loss_scale(state)) == 1024.0
+
+
+def test_scaling_is_switched_on_and_off_in_a_run():
+    params = start_params()["w"]
+    off = dls.no_loss_scaling(optimizer)
+    state, counts = off.init(params), []
+    for wrapper in (off, tx, off, tx):
+        state = wrapper.init(params)._replace(inner_state=state.inner_state)
+        grads = params * dls.loss_scale(state)
+        _, state = wrapper.update(grads, state, params)
+        counts.append(int(optax.tree.get(state, "count")))
+    bare = optimizer.init(params)
+    for _ in range(4):
+        _, bare = optimizer.update(params, bare, params)
+    assert counts == [1, 2, 3, 4]
+    for value, expected in zip(
+        leaves_of(state.inner_state), leaves_of(bare), strict=True
+    ):
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
