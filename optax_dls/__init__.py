@@ -2,7 +2,7 @@
 
 from importlib.metadata import version as _version
 
-from . import _rules as rules
+from . import rules as rules
 from ._finite import all_finite as all_finite
 from ._grad import scale_loss as scale_loss
 from ._grad import unscale as unscale

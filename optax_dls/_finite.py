@@ -61,9 +61,9 @@ def agree(
         share one scale.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    tracked = all(axis in _varying(lax.axis_index(axis)) for axis in manual)
-    varying = frozenset().union(*map(_varying, flags))
-    shared = varying - _varying(loss_scale) if tracked else frozenset(manual)
+    tracked = all(axis in varying_axes(lax.axis_index(axis)) for axis in manual)
+    varying = frozenset().union(*map(varying_axes, flags))
+    shared = varying - varying_axes(loss_scale) if tracked else frozenset(manual)
 
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
     if axis_name is None:
@@ -81,19 +81,36 @@ def agree(
 
     axes = [axis for axis in manual if axis in shared]
     for name in names:
+        _check_in_scope(name)
         # An axis over which the flags provably do not vary needs no collective.
         if name not in axes and (name in varying or name not in manual):
             axes.append(name)
     if not axes:
         return list(flags)
-    if len(flags) == 1:
-        return [lax.pmin(flags[0].astype(jnp.int32), tuple(axes)) > 0]
     return list(lax.pmin(jnp.stack(flags).astype(jnp.int32), tuple(axes)) > 0)
 
 
-def _varying(x: jax.Array) -> frozenset[Hashable]:
+def varying_axes(x: jax.Array | jax.ShapeDtypeStruct) -> frozenset[Hashable]:
     """The manual mesh axes over which JAX knows that ``x`` varies."""
-    aval = jax.typeof(x)
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     # Until the lower bound is above jax 0.10, which renamed `vma`.
     axis_type = getattr(aval, "manual_axis_type", None)
-    return axis_type.varying if axis_type else getattr(aval, "vma", frozenset())
+    return axis_type.varying if axis_type else getattr(aval, "vma", None) or frozenset()
+
+
+def to_varying(x: jax.Array, axes: frozenset[Hashable]) -> jax.Array:
+    """``x`` as a value that varies over manual mesh axes."""
+    # Until the lower bound is above jax 0.8, which says pvary.
+    if hasattr(lax, "pcast"):
+        return lax.pcast(x, tuple(axes), to="varying")
+    return lax.pvary(x, tuple(axes))  # type: ignore[attr-defined]
+
+
+def _check_in_scope(name: Hashable) -> None:
+    try:
+        lax.axis_index(name)
+    except NameError as error:
+        raise NameError(
+            f"axis_name={name!r} is no mapped axis where tx.update is called. Leave it "
+            "out, or name an axis of the surrounding shard_map, pmap or vmap."
+        ) from error

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from . import _rules, _views
+from . import _views, rules
 from ._state import loss_scale, scaler_state
 
 
@@ -61,12 +61,17 @@ def scale_loss(loss: ArrayLike, state: object) -> jax.Array:
             f"loss must be a real floating-point number, got dtype {loss.dtype}. Return "
             "float32."
         )
-    is_scaled = not isinstance(scaler.rule_state, _rules.NoScalingState)
+    is_scaled = not isinstance(scaler.rule_state, rules.NoScalingState)
     if loss.dtype == jnp.float16 and is_scaled:
         warnings.warn(
             "The loss is float16: its gradient is the loss scale itself, so scales above "
             "2**15 overflow. Return loss.astype(jnp.float32).",
             stacklevel=2,
+        )
+    if scaler.loss_scale.ndim:
+        raise ValueError(
+            "state must hold one scale, got scales of shape "
+            f"{scaler.loss_scale.shape}. Take the step of a population under jax.vmap."
         )
     wide = _views.wide_dtype(loss.dtype)
     return loss.astype(wide) * scaler.loss_scale.astype(wide)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import _rules, _types
+from . import _types, rules
 
 
 class ScalerState(NamedTuple):
@@ -52,7 +52,7 @@ def holds_scaler(tree: object) -> bool:
 
 
 def next_scaler(
-    rule: _rules.Rule,
+    rule: rules.Rule,
     scaler: ScalerState,
     grads_finite: jax.Array,
     *,
@@ -63,7 +63,6 @@ def next_scaler(
 
     The rule hears of it unless it failed for a reason that no scale could have helped.
     """
-    assert rule.update is not None
     before = (scaler.loss_scale, scaler.rule_state)
     after = _types.keep(
         rule.update(applied, *before),

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from . import _rules
+from . import rules
 from ._scaler import LossScalingState, ScalerState, holds_scaler
 
 Tree = TypeVar("Tree")
@@ -124,7 +124,7 @@ def scaler_state(state: object) -> ScalerState:
                 "old.inner_state."
             )
         node = node.scaler
-    if isinstance(node.rule_state, _rules.NoScalingState):
+    if isinstance(node.rule_state, rules.NoScalingState):
         # Also where a checkpoint of another wrapper was restored into this state.
         node = node._replace(loss_scale=jnp.ones((), jnp.float32))
     # The arrays may be boxed, as in nnx.Optimizer.
@@ -203,15 +203,16 @@ def rollback_if_skipped(state: object, new: Tree, old: Tree) -> Tree:
     Args:
       state: the optimizer state *after* ``tx.update``, see :func:`scaler_state`.
       new: a tree of arrays, from this step.
-      old: the same tree from before it, with the same shapes and dtypes.
+      old: the same tree from before it, with the same shapes and dtypes. NNX writes in
+        place, so there take a copy: ``jax.tree.map(jnp.copy, nnx.state(...))``.
 
     Returns:
       The tree to go on with. Where the scaler has leading axes (one member of a
       population each), they select along the leading axes of every leaf.
 
     Raises:
-      TypeError, ValueError: as :func:`scaler_state`; ValueError also where the trees
-        differ.
+      TypeError, ValueError: as :func:`scaler_state`; ValueError also where the trees,
+        shapes or dtypes differ, and where all of ``new`` *is* ``old``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -227,12 +228,17 @@ def rollback_if_skipped(state: object, new: Tree, old: Tree) -> Tree:
     def select(
         path: jax.tree_util.KeyPath, new_leaf: ArrayLike, old_leaf: ArrayLike
     ) -> jax.Array:
-        types = [(jnp.shape(x), jnp.result_type(x).name) for x in (new_leaf, old_leaf)]
-        if types[0] != types[1]:
+        shapes = f"{jax.typeof(new_leaf)} and {jax.typeof(old_leaf)}"
+        is_number = isinstance(new_leaf, int | float) or isinstance(
+            old_leaf, int | float
+        )
+        if jnp.shape(new_leaf) != jnp.shape(old_leaf) or not (
+            is_number or jnp.result_type(new_leaf) == jnp.result_type(old_leaf)
+        ):
             raise ValueError(
-                "new and old must have equal shapes and dtypes, got "
-                f"{types[0]} and {types[1]} at {jax.tree_util.keystr(path)}. Pass the same "
-                "collection from after and from before the step."
+                f"new and old must have equal shapes and dtypes, got {shapes} at "
+                f"{jax.tree_util.keystr(path)}. Pass the same collection from after and "
+                "from before the step."
             )
         trailing = (1,) * (jnp.ndim(new_leaf) - skipped.ndim)
         condition = skipped.reshape(skipped.shape + trailing)
@@ -243,6 +249,13 @@ def rollback_if_skipped(state: object, new: Tree, old: Tree) -> Tree:
             "new and old must be trees of one structure, got "
             f"{jax.tree.structure(new)} and {jax.tree.structure(old)}. Pass the same "
             "collection from after and from before the step."
+        )
+    same = jax.tree.leaves(jax.tree.map(lambda n, o: n is o, new, old))
+    if same and all(same):
+        raise ValueError(
+            "new and old are the same arrays, so there is nothing to roll back to. NNX "
+            "writes in place: take a copy before the step, "
+            "old = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))."
         )
     return jax.tree_util.tree_map_with_path(select, new, old)
 
@@ -275,8 +288,8 @@ def raise_if_stalled(state: object, max_consecutive_skips: int = 100) -> None:
       >>> try:
       ...     dls.raise_if_stalled(state, max_consecutive_skips=2)
       ... except dls.LossScaleStalledError as error:
-      ...     print(str(error).split(":")[0])
-      The last 3 steps were all skipped
+      ...     print(str(error).split(";")[0])
+      The last 3 steps were all skipped (limit 2, total_skips=3)
     """
     if isinstance(max_consecutive_skips, bool) or not isinstance(
         max_consecutive_skips, numbers.Integral
@@ -297,11 +310,17 @@ def raise_if_stalled(state: object, max_consecutive_skips: int = 100) -> None:
         )
     skips = int(np.max(scaler.consecutive_skips))
     if skips > max_consecutive_skips:
+        finite = bool(np.all(scaler.grads_finite))
         raise LossScaleStalledError(
-            f"The last {skips} steps were all skipped: their gradients were not finite at "
-            f"any loss scale down to {np.min(scaler.loss_scale):g}, so the scale is not the "
-            "cause. Look for NaN or inf in the batch, a learning rate that made the "
-            "parameters diverge, or an operation whose forward pass overflows in float16. "
-            f"(max_consecutive_skips={max_consecutive_skips}, "
-            f"total_skips={int(np.max(scaler.total_skips))})"
+            f"The last {skips} steps were all skipped (limit {max_consecutive_skips}, "
+            f"total_skips={int(np.max(scaler.total_skips))}); the loss scale is now "
+            f"{np.min(scaler.loss_scale):g}, and the gradients of the last step were "
+            + (
+                "finite, so the loss or the updates were not."
+                if finite
+                else "not. If the scale is fixed or still large, lower it; at the floor it "
+                "is not the cause."
+            )
+            + " Look for NaN or inf in the batch, a learning rate that made the "
+            "parameters diverge, or an operation whose forward pass overflows in float16."
         )

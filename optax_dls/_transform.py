@@ -10,14 +10,14 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from . import _rules, _types, _views
-from ._finite import AxisName, agree, all_finite
+from . import _types, _views, rules
+from ._finite import AxisName, agree, all_finite, to_varying, varying_axes
 from ._scaler import LossScalingState, ScalerState, holds_scaler, next_scaler
 
 
 def loss_scaling(
     inner: optax.GradientTransformation,
-    rule: _rules.Rule,
+    rule: rules.Rule,
     *,
     check_updates: bool = False,
     axis_name: AxisName | None = None,
@@ -45,7 +45,8 @@ def loss_scaling(
       rule: how the scale moves, e.g. ``rules.dynamic()``.
       check_updates: also skip a step for which ``inner`` itself proposes something
         that is not finite. The scale stays where it is, since no scale could have
-        helped. Off by default, as it costs a read of the updates and a select.
+        helped. It looks at the updates in their own dtype, float32 for float16
+        parameters. Off by default, as it costs a read of them and a select.
       axis_name: further mapped axes whose devices have to agree on a skip. Without
         it they agree over every axis they share the scale on; ``()`` turns agreement
         off, for members of a population that each have a scaler.
@@ -83,16 +84,16 @@ def loss_scaling(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> LossScalingState:
-        views = params if rule.update is None else _views.widen(params)
-        inner_state = inner.init(views)
+        loss_scale, rule_state = rule.init()
+        is_off = isinstance(rule_state, rules.NoScalingState)
+        inner_state = inner.init(params if is_off else _views.widen(params))
         if holds_scaler(inner_state):
             raise ValueError(
                 "inner already holds a loss scaler, and one loss has one scale. Wrap the "
                 "whole optimizer once: dynamic_loss_scaling(chain(...))."
             )
-        loss_scale, rule_state = rule.init()
         scaler = ScalerState(
-            loss_scale=loss_scale,
+            loss_scale=jnp.asarray(loss_scale, jnp.float32),
             grads_finite=jnp.array(True),
             consecutive_skips=jnp.zeros((), jnp.int32),
             total_skips=jnp.zeros((), jnp.int32),
@@ -109,13 +110,13 @@ def loss_scaling(
         **extra_args: ArrayLike | Callable,
     ) -> tuple[optax.Updates, LossScalingState]:
         _check_state(state, rule)
-        if rule.update is None:
+        grads, dtypes = _views.align(grads, params)
+        if isinstance(state.scaler.rule_state, rules.NoScalingState):
             updates, inner_state = inner.update(
                 grads, state.inner_state, params, **extra_args
             )
             return updates, state._replace(inner_state=inner_state)
 
-        grads, dtypes = _views.align(grads, params)
         _check_inner_state(state.inner_state, inner, params)
         state = jax.tree.map(_types.strongly_typed, state)
         loss_scale = jnp.asarray(state.scaler.loss_scale, jnp.float32)
@@ -157,7 +158,7 @@ def loss_scaling(
             grads: optax.Updates, state: LossScalingState, params: optax.Params | None
         ) -> tuple[optax.Updates, LossScalingState]:
             del grads, params
-            updates = jax.tree.map(jnp.zeros_like, updates_type)
+            updates = jax.tree.map(_zeros, updates_type)
             heard = value_finite[0] if value_finite else jnp.array(True)
             scaler = next_scaler(
                 rule, state.scaler, grads_finite, applied=jnp.array(False), heard=heard
@@ -178,12 +179,12 @@ def loss_scaling(
 def dynamic_loss_scaling(
     inner: optax.GradientTransformation,
     *,
-    init_scale: ArrayLike = _rules.DEFAULT_INIT_SCALE,
+    init_scale: ArrayLike = rules.DEFAULT_INIT_SCALE,
     growth_factor: ArrayLike = 2.0,
     backoff_factor: ArrayLike = 0.5,
-    growth_interval: ArrayLike = _rules.DEFAULT_GROWTH_INTERVAL,
-    min_scale: ArrayLike = _rules.DEFAULT_MIN_SCALE,
-    max_scale: ArrayLike = _rules.DEFAULT_MAX_SCALE,
+    growth_interval: ArrayLike = rules.DEFAULT_GROWTH_INTERVAL,
+    min_scale: ArrayLike = rules.DEFAULT_MIN_SCALE,
+    max_scale: ArrayLike = rules.DEFAULT_MAX_SCALE,
     check_updates: bool = False,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -231,7 +232,7 @@ def dynamic_loss_scaling(
       >>> print([round(float(p), 3) for p in params])
       [0.95, -2.05]
     """
-    rule = _rules.dynamic(
+    rule = rules.dynamic(
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
@@ -275,7 +276,7 @@ def static_loss_scaling(
       >>> float(dls.scale_loss(3.0, state))
       48.0
     """
-    rule = _rules.static(scale)
+    rule = rules.static(scale)
     return loss_scaling(inner, rule, check_updates=check_updates, axis_name=axis_name)
 
 
@@ -307,12 +308,12 @@ def no_loss_scaling(
       >>> print(updates, dls.loss_scale(state))
       [-2.] 1.0
     """
-    return loss_scaling(inner, _rules.none())
+    return loss_scaling(inner, rules.none())
 
 
 def _check_arguments(
     inner: optax.GradientTransformation,
-    rule: _rules.Rule,
+    rule: rules.Rule,
     check_updates: bool,
     axis_name: AxisName | None,
 ) -> None:
@@ -328,7 +329,7 @@ def _check_arguments(
             "inner must be an optax.GradientTransformation (with init and update), got "
             f"{inner!r}. {cure}"
         )
-    if not isinstance(rule, _rules.Rule):
+    if not isinstance(rule, rules.Rule):
         raise TypeError(
             f"rule must be a Rule, got {rule!r}. Call rules.dynamic() or "
             "rules.static(128.0), or build one: rules.Rule(init, update)."
@@ -343,7 +344,7 @@ def _check_arguments(
         )
 
 
-def _check_state(state: LossScalingState, rule: _rules.Rule) -> None:
+def _check_state(state: LossScalingState, rule: rules.Rule) -> None:
     if not isinstance(state, LossScalingState):
         raise TypeError(
             "state must be the LossScalingState that tx.init(params) gives, got "
@@ -353,12 +354,12 @@ def _check_state(state: LossScalingState, rule: _rules.Rule) -> None:
             "tx.init(params)._replace(inner_state=old_state)."
         )
     _, expected = jax.eval_shape(rule.init)
-    if type(state.scaler.rule_state) is not type(expected):
+    found = jax.tree.structure(state.scaler.rule_state)
+    if found != jax.tree.structure(expected):  # type: ignore[operator]
         raise TypeError(
             "state must come from the init of this very transformation, got one whose "
-            f"rule keeps a {type(state.scaler.rule_state).__name__}, not a "
-            f"{type(expected).__name__}. Move a run from one wrapper to another by "
-            "tx.init(params)._replace(inner_state=old.inner_state)."
+            f"rule keeps {found}, not {jax.tree.structure(expected)}. Move a run from one "
+            "wrapper to another by tx.init(params)._replace(inner_state=old.inner_state)."
         )
 
 
@@ -369,13 +370,15 @@ def _check_inner_state(
 ) -> None:
     """Raises where the moments of half-precision parameters are in half precision."""
     views = _views.widen(params)
-    is_wide = jax.tree.map(lambda view, p: view is p, views, params)
-    if jax.tree.all(is_wide):
+    if jax.tree.all(jax.tree.map(lambda view, p: view is p, views, params)):
         return
-    expected, _ = jax.tree.flatten(jax.eval_shape(inner.init, views))
+    expected = jax.eval_shape(inner.init, views)
+    if jax.tree.structure(expected) != jax.tree.structure(inner_state):  # type: ignore[operator]
+        return  # the optimizer itself knows better what is wrong
     leaves, _ = jax.tree_util.tree_flatten_with_path(inner_state)
-    for (path, leaf), wanted in zip(leaves, expected, strict=False):
-        if jnp.result_type(leaf) != wanted.dtype:
+    for (path, leaf), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
+        # Moments only: scalars are hyperparameters, which users set as they like.
+        if jnp.ndim(leaf) and leaf.dtype != wanted.dtype:
             raise TypeError(
                 f"state.inner_state{jax.tree_util.keystr(path)} must be {wanted.dtype}, "
                 f"got {leaf.dtype}: the optimizer works on float32 views of "
@@ -383,6 +386,15 @@ def _check_inner_state(
                 "lambda old, new: old.astype(new.dtype), old_state, "
                 "tx.init(params).inner_state)."
             )
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros of one dtype, sharding and manual-axis type with ``like``."""
+    if like.sharding is not None:
+        return jnp.zeros_like(like)
+    # In a partly manual region, whose axis types zeros_like does not take over.
+    zeros, axes = jnp.zeros(like.shape, like.dtype), varying_axes(like)
+    return to_varying(zeros, axes) if axes else zeros
 
 
 def _checked_value(value: object) -> jax.Array:

@@ -56,6 +56,8 @@ def align(
       ValueError: the trees differ other than by a None among the gradients.
       TypeError: a complex gradient of a real parameter.
     """
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast  # whose gradients they are
     if params is None:
         params = grads
     else:

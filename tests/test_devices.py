@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_dls as dls
+from optax_dls._finite import to_varying
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -141,7 +142,7 @@ def test_explicit_mesh(layout, jitted_update):
 
         def explicit_loss(params, x):
             if layout == "fully sharded":
-                params = jax.tree.map(lambda p: jax.reshard(p, P()), params)
+                params = jax.tree.map(lambda p: jax.sharding.reshard(p, P()), params)
             hidden = jnp.tanh(jnp.dot(x, params["in"]))
             y = jnp.dot(hidden, params["out"], out_sharding=batch_spec)
             return jnp.mean((y - x) ** 2)
@@ -177,13 +178,6 @@ def mapped_step(params, state, x):
     grads = lax.pmean(grads, "d")
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
-
-
-def to_varying(x, axis):
-    """Until the lower bound is above jax 0.8, which calls it pvary."""
-    if hasattr(lax, "pcast"):
-        return lax.pcast(x, axis, to="varying")
-    return lax.pvary(x, axis)
 
 
 def sharded_step(params, state, x):
@@ -231,6 +225,22 @@ def test_shard_map_over_one_axis_with_the_other_automatic():
     params = place(mesh, {"in": P(None, "m"), "out": P("m")}, params)
     params, state, scales = train(step, params, jax.jit(tx.init)(params), batches)
     assert_equals_one_device(params, state, scales)
+
+
+def test_updates_that_vary_in_a_partly_manual_shard_map():
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh_of(d=4, m=2),
+        in_specs=P("d"),
+        out_specs=P("d"),
+        axis_names={"d"},
+    )
+    def update(grads):
+        return one_update(sgd, grads, sgd.init(grads))[1]
+
+    assert update(jnp.ones(4) * SCALE).tolist() == [-1.0] * 4
+    assert update(GRADS).tolist() == [0.0] * 4
 
 
 def test_pmap():
@@ -375,8 +385,39 @@ class TestAxisName:
 
     def test_an_axis_that_is_not_there_is_named(self):
         tx = dls.dynamic_loss_scaling(optax.sgd(1.0), axis_name="nowhere")
-        with pytest.raises(NameError, match="nowhere"):
+        message = "axis_name='nowhere' is no mapped axis where tx.update is called"
+        with pytest.raises(NameError, match=message):
             tx.update(jnp.ones(1), tx.init(jnp.zeros(1)))
+        for check_vma in (True, False):
+            step = members(
+                lambda grads: one_update(tx, grads, tx.init(grads)),
+                in_specs=P("d"),
+                check_vma=check_vma,
+            )
+            with pytest.raises(NameError, match=message):
+                step(GRADS)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_refused_update_of_one_device_is_refused_on_all(check_vma):
+    """check_updates: the optimizer itself makes an inf, on device 2 alone."""
+    tx = dls.dynamic_loss_scaling(
+        optax.stateless_with_tree_map(lambda u, _: jnp.where(u == 3.0, jnp.inf, -u)),
+        init_scale=SCALE,
+        check_updates=True,
+    )
+    step = members(
+        lambda grads: one_update(tx, grads, tx.init(grads)),
+        in_specs=P("d"),
+        check_vma=check_vma,
+    )
+    scales, updates = step(jnp.array([1.0, 2.0, 3.0, 4.0]) * SCALE)
+    assert (scales.tolist(), updates.tolist()) == ([SCALE] * 4, [0.0] * 4)
+    scales, updates = step(jnp.array([1.0, 2.0, 5.0, 4.0]) * SCALE)
+    assert (scales.tolist(), updates.tolist()) == (
+        [SCALE] * 4,
+        [-1.0, -2.0, -5.0, -4.0],
+    )
 
 
 def collectives(step, *arguments):

@@ -119,8 +119,7 @@ def nnx_step(model, optimizer, x):
     def loss_fn(model):
         return jnp.mean((model(x) - Y) ** 2)
 
-    before = nnx.state(model, nnx.BatchStat)
-    before = jax.tree.map(jnp.copy, before)
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
     loss, grads = dls.value_and_scaled_grad(loss_fn, value_and_grad=nnx.value_and_grad)(
         model, state=optimizer
     )

@@ -152,6 +152,12 @@ class TestScaleLoss:
         with pytest.raises(TypeError, match="got LossScalingState"):
             dls.scale_loss(state_of(), state_of())
 
+    def test_the_scales_of_a_population_are_refused(self):
+        tx = dls.static_loss_scaling(optax.sgd(1.0), 8.0)
+        states = jax.vmap(tx.init)(jnp.zeros(3))
+        with pytest.raises(ValueError, match=r"shape \(3,\).*jax.vmap"):
+            dls.scale_loss(jnp.float32(1.0), states)
+
     def test_no_scaling_warns_of_nothing(self):
         state = dls.no_loss_scaling(optax.sgd(1.0)).init(W)
         assert float(dls.scale_loss(jnp.float16(3.0), state)) == 3.0

@@ -157,6 +157,22 @@ class TestRollback:
         kept = dls.rollback_if_skipped(state, jax.random.key(1), jax.random.key(0))
         assert kept == jax.random.key(0)
 
+    def test_a_copy_that_is_none_is_refused(self):
+        """NNX writes batch statistics in place."""
+        norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+        old = nnx.state(norm, nnx.BatchStat)
+        norm(jnp.ones((4, 2)))
+        with pytest.raises(ValueError, match="the same arrays.*jnp.copy"):
+            dls.rollback_if_skipped(
+                make().init(PARAMS), nnx.state(norm, nnx.BatchStat), old
+            )
+
+    def test_python_numbers_roll_back(self):
+        _, state = make().update(jnp.array([jnp.inf]), make().init(jnp.zeros(1)))
+        assert (
+            int(dls.rollback_if_skipped(state, {"n": jnp.int32(1)}, {"n": 0})["n"]) == 0
+        )
+
     @pytest.mark.parametrize("new", [jnp.ones(1), jnp.ones(3, jnp.float16)])
     def test_other_shapes_and_dtypes_are_refused_by_name(self, new):
         state = make().init(PARAMS)
@@ -187,6 +203,19 @@ class TestRaiseIfStalled:
         ):
             dls.raise_if_stalled(state, max_consecutive_skips=2)
         assert issubclass(dls.LossScaleStalledError, RuntimeError)
+
+    def test_blames_what_it_knows_to_blame(self):
+        tx = dls.static_loss_scaling(optax.sgd(1.0), 2.0**60)
+        _, state = tx.update(jnp.array([jnp.inf]), tx.init(jnp.zeros(1)))
+        with pytest.raises(
+            dls.LossScaleStalledError, match="If the scale is fixed.*lower"
+        ):
+            dls.raise_if_stalled(state, max_consecutive_skips=0)
+        _, state = tx.update(jnp.array([1.0]), tx.init(jnp.zeros(1)), value=jnp.nan)
+        with pytest.raises(
+            dls.LossScaleStalledError, match="finite, so the loss or the"
+        ):
+            dls.raise_if_stalled(state, max_consecutive_skips=0)
 
     def test_speaks_for_any_member(self):
         fine, bad = make().init(jnp.zeros(1)), self.stalled(2)

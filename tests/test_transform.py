@@ -80,7 +80,7 @@ class TestStep:
         updates, _ = tx.update(jnp.array([8.0, 4.0]), state)
         np.testing.assert_array_equal(updates, [-1.0, -0.5])
 
-    def test_a_scale_that_is_no_power_of_two_is_right_to_one_rounding(self):
+    def test_a_scale_that_is_no_power_of_two_is_right_to_two_roundings(self):
         tx = make(init_scale=1000.0, growth_factor=1.7, backoff_factor=0.3)
         updates, _ = tx.update(jnp.array([3000.0]), tx.init(jnp.zeros(1)))
         np.testing.assert_allclose(updates, [-3.0], rtol=2e-7)
@@ -188,6 +188,20 @@ class TestContract:
         assert avals(state) == types
         assert len(traces) == 1
 
+    def test_weak_types_that_come_in_go_out_strong(self):
+        tx = make(INNER["adam"])
+        params = jnp.ones(2)
+        state = tx.init(params)
+        weak = jax.tree.map(lambda x: x, state)
+        weak = optax.tree.set(weak, loss_scale=8.0, count=3)
+        weak = weak._replace(
+            inner_state=jax.tree.map(
+                lambda x: x * 1.0 if jnp.ndim(x) else x, weak.inner_state
+            )
+        )
+        for update in (tx.update, jax.jit(tx.update)):
+            assert avals(update(params, weak, params)[1]) == avals(state)
+
     def test_is_a_scan_carry(self):
         tx = make(INNER["adamw"], growth_interval=3)
         params = jnp.ones(4)
@@ -288,6 +302,20 @@ class TestContract:
             grads = dls.loss_scale(state)
             _, state = tx.update(grads, state, value=jnp.array(1.0), unknown="ignored")
         assert float(optax.tree.get(state, "scale")) < 1.0
+
+    def test_lookahead_inside_and_its_pairs_of_parameters(self):
+        bare = optax.lookahead(optax.sgd(1.0), sync_period=2, slow_step_size=0.5)
+
+        def train(tx, grads):
+            params = optax.LookaheadParams.init_synced({"w": jnp.zeros(1)})
+            state = tx.init(params)
+            for grad in grads:
+                updates, state = tx.update({"w": jnp.array([grad])}, state, params)
+                params = optax.apply_updates(params, updates)
+            return params
+
+        good = train(make(bare, init_scale=8.0), [8.0, jnp.nan, 4.0, 8.0, jnp.inf])
+        chex.assert_trees_all_equal(good, train(bare, [1.0, 1.0, 2.0]))
 
     def test_no_transfer_to_or_from_the_host(self):
         tx = make(INNER["adamw"])
@@ -531,6 +559,25 @@ class TestErrors:
                 ):
                     tx.update(jnp.ones(1), state)
 
+    @pytest.mark.parametrize(
+        "start", [jnp.int32(0), (jnp.int32(0),), {"n": jnp.int32(0)}]
+    )
+    @pytest.mark.parametrize("scale", [8.0, jnp.float16(8.0), np.int64(8)])
+    def test_a_rule_may_keep_any_tree_and_start_from_any_number(self, start, scale):
+        def update(finite, scale, state):
+            return scale / 2, jax.tree.map(lambda n: n + 1, state)
+
+        tx = dls.loss_scaling(
+            optax.sgd(1.0), dls.rules.Rule(lambda: (scale, start), update)
+        )
+        state = tx.init(jnp.ones(1))
+        types = avals(state)
+        for step in (tx.update, jax.jit(tx.update)):
+            _, state = step(jnp.ones(1), state)
+        assert avals(state) == types
+        assert float(dls.loss_scale(state)) == 2.0
+        assert jax.tree.leaves(state.scaler.rule_state) == [2]
+
     def test_a_rule_that_changes_its_state_is_blamed_itself(self):
         rule = dls.rules.Rule(
             lambda: (8.0, ()), lambda finite, scale, state: (scale, 1)
@@ -555,7 +602,12 @@ class TestErrors:
             tx.init(params).inner_state,
         )
         tx.update(params, state._replace(inner_state=cast), params)
-        # What the user asked for in so many words is another matter.
+        # What the user asked for in so many words is another matter, and so are scalars.
+        injected = make(optax.inject_hyperparams(optax.adam)(learning_rate=0.1))
+        state = injected.init(params)
+        for rate in (1, 0.05, jnp.float16(0.1)):
+            state.inner_state.hyperparams["learning_rate"] = rate
+            injected.update(params, state, params)
         tx = make(optax.adam(1e-3, mu_dtype=dtype))
         tx.update(params, tx.init(params), params)
 
@@ -654,6 +706,15 @@ class TestNoLossScaling:
             program = str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
             assert ("is_finite" in program) == has_check
             assert ("cond" in program) == has_check
+
+    def test_takes_integer_parameters_as_the_other_wrappers_do(self):
+        tx = dls.no_loss_scaling(optax.sgd(1.0))
+        params = {"w": jnp.ones(2), "i": jnp.array([3])}
+        grads = {"w": jnp.ones(2), "i": np.zeros(1, jax.dtypes.float0)}
+        updates, _ = tx.update(grads, tx.init(params), params)
+        params = optax.apply_updates(params, updates)
+        assert params["i"].tolist() == [3]
+        assert params["w"].tolist() == [0.0, 0.0]
 
     def test_a_scale_in_its_state_means_nothing(self):
         """Restored from a run with a static scale, or set by hand."""

@@ -1,6 +1,5 @@
 """Rules: how the loss scale moves. Pure functions on scalars, no trees."""
 
-import math
 import numbers
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,6 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import ArrayLike
+
+__all__ = (
+    "DynamicRuleState",
+    "NoScalingState",
+    "Rule",
+    "dynamic",
+    "none",
+    "static",
+)
 
 # XLA flushes subnormal float32 numbers to zero. Outside these bounds the scale,
 # its reciprocal or an ordinary scaled gradient would be one, and silently vanish.
@@ -30,8 +38,7 @@ class Rule(NamedTuple):
         (shape (), float32) and a pytree of whatever the rule has to remember.
       update: ``(grads_finite, loss_scale, rule_state) -> (loss_scale, rule_state)``,
         called once a step; ``grads_finite`` has shape () and dtype bool. The shapes
-        and dtypes of the state must not change. None: nothing is ever checked,
-        unscaled or skipped, see :func:`none`.
+        and dtypes of the state must not change.
 
     Example:
       A rule that halves the scale on overflow and never grows:
@@ -50,12 +57,9 @@ class Rule(NamedTuple):
     """
 
     init: Callable[[], tuple[jax.Array, optax.OptState]]
-    update: (
-        Callable[
-            [jax.Array, jax.Array, optax.OptState], tuple[jax.Array, optax.OptState]
-        ]
-        | None
-    )
+    update: Callable[
+        [jax.Array, jax.Array, optax.OptState], tuple[jax.Array, optax.OptState]
+    ]
 
 
 class DynamicRuleState(NamedTuple):
@@ -147,8 +151,8 @@ def dynamic(
     _check(
         "growth_factor",
         growth_factor,
-        "finite and at least 1",
-        lambda x: 1 <= x < math.inf,
+        "at least 1 and finite in float32",
+        lambda x: 1 <= x <= float(np.finfo(np.float32).max),
         "Use 2.0, or 1.0 for a scale that never grows.",
     )
     _check(
@@ -235,14 +239,14 @@ def static(scale: ArrayLike) -> Rule:
 
 
 class NoScalingState(NamedTuple):
-    """State of :func:`none`: empty, but it tells that the scale is 1 for good."""
+    """State of :func:`none`: empty, but it tells that nothing is scaled or skipped."""
 
 
 def none() -> Rule:
     """No scaling: the scale is 1, and nothing is checked, unscaled or skipped.
 
     Returns:
-      A :class:`Rule` with the empty :class:`NoScalingState` and without ``update``.
+      A :class:`Rule` with the empty :class:`NoScalingState`.
 
     Example:
       >>> import optax_dls as dls
@@ -250,7 +254,10 @@ def none() -> Rule:
       >>> float(scale)
       1.0
     """
-    return Rule(lambda: (jnp.ones((), jnp.float32), NoScalingState()), None)
+    return Rule(
+        lambda: (jnp.ones((), jnp.float32), NoScalingState()),
+        lambda grads_finite, loss_scale, rule_state: (loss_scale, rule_state),
+    )
 
 
 def _float32(x: ArrayLike) -> jax.Array:
