@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from ._finite import to_varying, varying_axes
+
 
 def own(leaf: ArrayLike) -> ArrayLike:
     """A strongly typed copy in a buffer that nothing else holds."""
@@ -21,9 +23,11 @@ def strongly_typed(leaf: ArrayLike) -> jax.Array:
 def keep(
     new: optax.OptState, old: optax.OptState, source: str, cure: str
 ) -> optax.OptState:
-    """The new state in the dtypes of the old one, so that its types never drift.
+    """The new state in the types of the old one, so that they never drift.
 
-    Some optimizers promote: Adam's moments of an integer parameter, for instance.
+    Some optimizers promote, as Adam does the moments of an integer parameter, and some
+    make leaves anew, as Adafactor does, of which JAX then knows that they are equal on
+    all devices while the old ones were not.
 
     Raises:
       ValueError: ``source``, which made the new state, changed its structure.
@@ -34,11 +38,14 @@ def keep(
             f"{jax.tree.structure(old)} into {jax.tree.structure(new)}. {cure}"
         )
 
-    def keep_dtype(new_leaf: ArrayLike, old_leaf: jax.Array) -> jax.Array:
+    def keep_type(new_leaf: ArrayLike, old_leaf: jax.Array) -> jax.Array:
         array = strongly_typed(new_leaf)
-        return array if array.dtype == old_leaf.dtype else array.astype(old_leaf.dtype)
+        if array.dtype != old_leaf.dtype:
+            array = array.astype(old_leaf.dtype)
+        axes = varying_axes(old_leaf) - varying_axes(array)
+        return to_varying(array, axes) if axes else array
 
-    return jax.tree.map(keep_dtype, new, old)
+    return jax.tree.map(keep_type, new, old)
 
 
 def select(

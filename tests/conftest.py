@@ -9,6 +9,9 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import pytest
 
+# Scripts that tests start: importing them runs them.
+collect_ignore = ["process_worker.py", "resume_worker.py"]
+
 
 @pytest.fixture(autouse=True)
 def strict_promotion(request):
