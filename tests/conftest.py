@@ -10,7 +10,7 @@ import jax
 import pytest
 
 # Scripts that tests start: importing them runs them.
-collect_ignore = ["process_worker.py", "resume_worker.py"]
+collect_ignore = ["killed_worker.py", "process_worker.py", "resume_worker.py"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,11 @@
 """Checkpoints: a run that stops and goes on equals the run that never stopped."""
 
 import pathlib
+import random
+import signal
 import subprocess
 import sys
+import time
 
 import flax.serialization
 import jax
@@ -184,3 +187,41 @@ def test_scaling_is_switched_on_and_off_in_a_run():
         leaves_of(state.inner_state), leaves_of(bare), strict=True
     ):
         np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+def test_a_run_that_is_killed_20_times_equals_one_that_is_not(tmp_path):
+    def train(name, seconds=None):
+        """Trains to the end, or is killed that many seconds after its first step."""
+        worker = [sys.executable, str(HERE / "killed_worker.py"), str(tmp_path / name)]
+        with subprocess.Popen(worker, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline() == "training\n"
+            if seconds is not None:
+                time.sleep(seconds)
+                process.send_signal(signal.SIGKILL)
+        return process.returncode
+
+    assert train("undisturbed") == 0
+    random.seed(0)
+    for _ in range(20):
+        assert train("killed", random.uniform(0, 0.1)) == -signal.SIGKILL
+    assert train("killed") == 0
+    end = (tmp_path / "killed").read_bytes()
+    assert end == (tmp_path / "undisturbed").read_bytes()
+    assert len(end) > 100
+
+
+def test_a_state_that_version_0_1_0_wrote_still_loads():
+    """The fixture is never written anew: field names are the checkpoint format."""
+    params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2, jnp.float16)}
+    template = dls.dynamic_loss_scaling(optax.adam(1e-2)).init(params)
+    saved = (HERE / "state_0_1_0.msgpack").read_bytes()
+    state = flax.serialization.from_bytes(template, saved)
+    assert float(state.scaler.loss_scale) == 2.0**14
+    assert not bool(state.scaler.grads_finite)
+    assert int(state.scaler.consecutive_skips) == 1
+    assert int(state.scaler.total_skips) == 2
+    assert int(state.scaler.rule_state.growth_count) == 0
+    assert int(optax.tree.get(state, "count")) == 3
+    np.testing.assert_allclose(optax.tree.get(state, "mu")["b"], 0.271, rtol=1e-5)
+    _, state = dls.dynamic_loss_scaling(optax.adam(1e-2)).update(params, state, params)
+    assert int(state.scaler.total_skips) == 2

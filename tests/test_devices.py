@@ -2,7 +2,8 @@
 
 Every mode trains the same small network on the same batches, eight rows at a time, one
 row a device. An entry of step 3 is inf, in a row that a single device holds. All modes
-must skip that step on all devices and end where the run on one device ends.
+must skip that step on all devices and end where the run on one device ends (BR-58,
+https://github.com/keras-team/keras/issues/18666).
 """
 
 import collections
