@@ -17,8 +17,6 @@ from flax.training.train_state import TrainState
 
 import optax_dls as dls
 
-pytestmark = pytest.mark.standard_promotion
-
 
 def make(inner=None, *, init_scale=1024.0, **settings):
     return dls.dynamic_loss_scaling(
@@ -77,6 +75,7 @@ class TestScaleStaysUsable:
         assert int(state.scaler.total_skips) == 0
         assert abs(float(w)) < 1e-10
 
+    @pytest.mark.standard_promotion
     def test_br03_br04_br06_400_bad_steps_end_at_a_floor_that_still_works(self):
         """https://github.com/NVIDIA/apex/issues/834
         https://github.com/facebookresearch/WSL-Images/issues/9
@@ -197,6 +196,7 @@ class TestDtypes:
         # What it looks like when the loss was not scaled: a step 1/S of the right size.
         assert float(tx.update(jnp.float32(1.0), state)[0]) == -1 / 1024
 
+    @pytest.mark.standard_promotion
     def test_br20_br32_the_scaler_never_takes_the_dtype_of_the_parameters(self):
         """https://github.com/google-deepmind/jmp/issues/47
         https://github.com/google-deepmind/optax/issues/1414
@@ -212,6 +212,7 @@ class TestDtypes:
                 assert dtypes == [jnp.float32, bool, jnp.int32, jnp.int32]
             assert float(dls.loss_scale(state)) == 512.0
 
+    @pytest.mark.standard_promotion
     def test_br20_a_float64_gradient_is_no_overflow(self):
         """https://github.com/google-deepmind/jmp/issues/47"""
         with jax.enable_x64(True):
@@ -245,6 +246,7 @@ class TestDtypes:
         assert updates.dtype == jnp.float32
         np.testing.assert_allclose(updates, [-9.997e-9], rtol=1e-3)
 
+    @pytest.mark.standard_promotion
     @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lion", "adafactor"])
     def test_br24_both_branches_have_one_type(self, optimizer):
         """https://github.com/google-deepmind/optax/issues/377"""
@@ -272,6 +274,7 @@ class TestDtypes:
         assert float(updates[0]) == 0.0
         assert float(dls.loss_scale(state)) == 4.0
 
+    @pytest.mark.standard_promotion
     def test_br27_no_scaling_costs_and_changes_nothing(self):
         """https://github.com/huggingface/accelerate/issues/2358"""
 
@@ -311,6 +314,7 @@ class TestDtypes:
         assert updates.dtype == jnp.complex64
         np.testing.assert_allclose(updates, -2 + 4j, rtol=1e-6)
 
+    @pytest.mark.standard_promotion
     @pytest.mark.parametrize("optimizer", ["adam", "adamw", "rmsprop"])
     def test_br30_zero_gradients_of_float16_parameters_stay_finite(self, optimizer):
         """https://github.com/google-deepmind/optax/issues/1754"""
@@ -321,6 +325,7 @@ class TestDtypes:
             np.testing.assert_array_equal(updates, np.zeros(3))
             assert int(state.scaler.total_skips) == 0
 
+    @pytest.mark.standard_promotion
     def test_br61_a_norm_is_taken_in_float32(self):
         """https://github.com/facebookresearch/fairscale/pull/263"""
         tx = make(
@@ -332,6 +337,7 @@ class TestDtypes:
 
 
 class TestSkip:
+    @pytest.mark.standard_promotion
     def test_br39_it_never_gives_up_and_applies_nan(self):
         """https://github.com/google-deepmind/optax/pull/1746"""
         tx = make(optax.adam(1.0))
@@ -353,6 +359,7 @@ class TestSkip:
         assert int(state.scaler.consecutive_skips) == 0
         assert int(state.scaler.total_skips) == 5
 
+    @pytest.mark.standard_promotion
     def test_br40_moments_and_counters_stand_still(self):
         """https://github.com/marin-community/levanter/pull/973"""
         good, bad = run(
@@ -382,6 +389,7 @@ class TestSkip:
         assert [bool(s.scaler.grads_finite) for s in states] == [1, 0, 1, 0, 0]
         assert int(states[-1].scaler.total_skips) == 3
 
+    @pytest.mark.standard_promotion
     def test_br43_the_status_is_found_under_layers(self):
         """https://github.com/pytorch/pytorch/issues/67590"""
         state = TrainState.create(
@@ -428,6 +436,7 @@ class TestSkip:
         ((_, updates, _),) = run(optax.chain(clip, make()), jnp.zeros(2), grads)
         np.testing.assert_allclose(updates, [-0.6 / 1024, -0.8 / 1024], rtol=1e-6)
 
+    @pytest.mark.standard_promotion
     def test_br72_schedules_advance_on_applied_steps(self):
         """https://github.com/pytorch/pytorch/issues/44511"""
         tx = make(optax.sgd(lambda count: 1.0 / (count + 1)))
@@ -435,6 +444,7 @@ class TestSkip:
         updates = [float(u) for _, u, _ in run(tx, jnp.zeros(()), grads)]
         assert updates == [0.0, 0.0, -1.0, -0.5]
 
+    @pytest.mark.standard_promotion
     def test_br75_attempted_and_applied_steps_are_both_known(self):
         """https://github.com/keras-team/keras/issues/20878"""
         state = TrainState.create(
@@ -467,6 +477,7 @@ class TestSkip:
             np.testing.assert_array_equal(value, jnp.float32(offset))
             assert float(optax.tree.norm(dls.unscale(grads, state))) == 5.0
 
+    @pytest.mark.standard_promotion
     def test_br101_a_veto_of_the_user_is_no_overflow(self):
         """https://github.com/Haian-Jin/LVSM/pull/19"""
         tx = make(
@@ -493,6 +504,7 @@ class TestAccumulation:
         inner = optax.MultiSteps(optax.sgd(1.0), every_k).gradient_transformation()
         return make(inner, **settings)
 
+    @pytest.mark.standard_promotion
     def test_br65_micro_gradients_are_each_unscaled_by_their_own_scale(self):
         """https://github.com/pytorch/pytorch/pull/36601"""
         tx = self.multi_steps(2, init_scale=8.0, growth_interval=1)
@@ -502,6 +514,7 @@ class TestAccumulation:
         assert (float(first), float(second)) == (0.0, -1.0)
         assert float(dls.loss_scale(state)) == 32.0
 
+    @pytest.mark.standard_promotion
     def test_br66_a_bad_micro_batch_is_dropped_and_nothing_else(self):
         """https://github.com/espnet/espnet/pull/3283"""
         grads = [jnp.float32(g) for g in (np.nan, 1, 1, 1, np.inf, 1)]
@@ -509,6 +522,7 @@ class TestAccumulation:
         assert [float(u) for _, u, _ in steps] == [0, 0, -1, 0, 0, -1]
         assert int(steps[-1][2].scaler.total_skips) == 2
 
+    @pytest.mark.standard_promotion
     def test_br68_br69_the_mean_is_unscaled_once(self):
         """https://github.com/microsoft/Swin-Transformer/issues/311
         https://github.com/NVIDIA/apex/issues/286
@@ -556,6 +570,7 @@ class TestTrees:
             assert float(updates["a"]) == -1.0
             assert int(state.scaler.rule_state.growth_count) == 1
 
+    @pytest.mark.standard_promotion
     def test_br85_integer_parameters_keep_value_and_dtype(self):
         """https://github.com/netket/netket/pull/1436"""
         params = {"w": jnp.float32(1.0), "i": jnp.int32(3)}
@@ -582,6 +597,7 @@ class TestTrees:
         assert grad_of(lambda p: p + 2 * p) == 3.0
         assert grad_of(lambda p: p) + grad_of(lambda p: 2 * p) == 3.0
 
+    @pytest.mark.standard_promotion
     def test_br97_one_scaler_serves_several_optimizers(self):
         """https://github.com/OpenBMB/BMTrain/issues/39"""
         tx = make(
@@ -598,6 +614,7 @@ class TestTrees:
 
 
 class TestJit:
+    @pytest.mark.standard_promotion
     def test_br71_the_wrapper_adds_at_most_one_copy_of_the_parameters(self):
         """https://github.com/google-deepmind/optax/issues/472"""
         params = jnp.ones(2**20)
@@ -616,6 +633,7 @@ class TestJit:
             # A tenth more for the partial results of the finite check.
             assert temporary_bytes(make(inner)) - temporary_bytes(inner) <= 1.1 * 2**22
 
+    @pytest.mark.standard_promotion
     def test_br76_br77_all_state_is_saved_and_a_bare_optimizer_can_be_loaded(self):
         """https://github.com/facebookresearch/metaseq/issues/3
         https://github.com/facebookresearch/fairseq2/issues/1346
@@ -634,6 +652,7 @@ class TestJit:
         _, state = tx.update(1024 * one, state, one)
         assert int(optax.tree.get(state, "count")) == 2
 
+    @pytest.mark.standard_promotion
     def test_br86_five_steps_compile_once(self):
         """https://github.com/jax-ml/jax/issues/3163"""
         tx, traces = make(optax.adam(0.1)), []
@@ -648,6 +667,7 @@ class TestJit:
             state = step(state, jnp.ones(2))
         assert len(traces) == 1
 
+    @pytest.mark.standard_promotion
     def test_br88_two_fresh_states_can_both_be_donated(self):
         """https://github.com/google-deepmind/optax/pull/1059"""
         tx = make(optax.adam(0.1))
@@ -671,6 +691,7 @@ class TestJit:
         np.testing.assert_array_equal(dls.loss_scale(state), [1024, 512, 1024])
         np.testing.assert_array_equal(state.scaler.total_skips, [0, 1, 0])
 
+    @pytest.mark.standard_promotion
     def test_br100_no_callback_and_no_host_transfer(self):
         """https://github.com/huggingface/accelerate/issues/1714"""
         tx = make(optax.adam(0.1))

@@ -161,8 +161,8 @@ INNER = {
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-@pytest.mark.standard_promotion
 class TestContract:
+    @pytest.mark.standard_promotion
     @pytest.mark.parametrize("name", INNER)
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
     def test_types_are_the_same_after_every_kind_of_step(self, name, dtype):
@@ -188,6 +188,7 @@ class TestContract:
         assert avals(state) == types
         assert len(traces) == 1
 
+    @pytest.mark.standard_promotion
     def test_weak_types_that_come_in_go_out_strong(self):
         tx = make(INNER["adam"])
         params = jnp.ones(2)
@@ -202,6 +203,7 @@ class TestContract:
         for update in (tx.update, jax.jit(tx.update)):
             assert avals(update(params, weak, params)[1]) == avals(state)
 
+    @pytest.mark.standard_promotion
     def test_is_a_scan_carry(self):
         tx = make(INNER["adamw"], growth_interval=3)
         params = jnp.ones(4)
@@ -219,6 +221,7 @@ class TestContract:
         )
         assert int(state.scaler.total_skips) == 2
 
+    @pytest.mark.standard_promotion
     @pytest.mark.parametrize("name", INNER)
     def test_a_fresh_state_can_be_donated_with_its_parameters(self, name):
         tx = make(INNER[name])
@@ -294,6 +297,7 @@ class TestContract:
             _, state = tx.update(jnp.array([jnp.nan]), state)
             assert 2.0**-14 <= float(dls.loss_scale(state)) <= 2.0**32
 
+    @pytest.mark.standard_promotion
     def test_extra_arguments_reach_the_inner_optimizer(self):
         plateau = optax.contrib.reduce_on_plateau(patience=1)
         tx = make(optax.chain(optax.sgd(1.0), plateau))
@@ -303,6 +307,7 @@ class TestContract:
             _, state = tx.update(grads, state, value=jnp.array(1.0), unknown="ignored")
         assert float(optax.tree.get(state, "scale")) < 1.0
 
+    @pytest.mark.standard_promotion
     def test_lookahead_inside_and_its_pairs_of_parameters(self):
         bare = optax.lookahead(optax.sgd(1.0), sync_period=2, slow_step_size=0.5)
 
@@ -317,6 +322,7 @@ class TestContract:
         good = train(make(bare, init_scale=8.0), [8.0, jnp.nan, 4.0, 8.0, jnp.inf])
         chex.assert_trees_all_equal(good, train(bare, [1.0, 1.0, 2.0]))
 
+    @pytest.mark.standard_promotion
     def test_no_transfer_to_or_from_the_host(self):
         tx = make(INNER["adamw"])
         params = jnp.ones(3)
@@ -340,8 +346,8 @@ class TestContract:
         assert len(skipped.eqns) < len(applied.eqns)
 
 
-@pytest.mark.standard_promotion
 class TestDtypes:
+    @pytest.mark.standard_promotion
     @pytest.mark.parametrize("inner", INNER)
     def test_every_mix_of_parameter_and_gradient_has_one_type_of_state(self, inner):
         with jax.enable_x64(True):
@@ -406,6 +412,7 @@ class TestDtypes:
         with pytest.raises(TypeError, match=r"grads\['w'\] has dtype complex64.*real"):
             tx.update(grads, tx.init(params), params)
 
+    @pytest.mark.standard_promotion
     def test_float0_and_integer_leaves_neither_vote_nor_break(self):
         tx = make(optax.adam(1.0))
         params = {"w": jnp.ones(2), "i": jnp.array([3, 4], jnp.int32)}
@@ -629,6 +636,7 @@ class TestErrors:
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 @pytest.mark.standard_promotion
 class TestInjectHyperparams:
+    @pytest.mark.standard_promotion
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
     def test_around_the_wrapper_under_jit(self, dtype):
         tx = optax.inject_hyperparams(dls.dynamic_loss_scaling)(
@@ -645,6 +653,7 @@ class TestInjectHyperparams:
         assert float(dls.loss_scale(state)) == 2.0**11
         assert avals(state) == types
 
+    @pytest.mark.standard_promotion
     def test_a_schedule_can_drive_a_setting(self):
         tx = optax.inject_hyperparams(
             dls.dynamic_loss_scaling, hyperparam_dtype=jnp.float32
@@ -674,8 +683,8 @@ class TestInjectHyperparams:
         assert float(dls.loss_scale(state)) == 2.0**16
 
 
-@pytest.mark.standard_promotion
 class TestNoLossScaling:
+    @pytest.mark.standard_promotion
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
     def test_is_the_bare_optimizer_bit_for_bit(self, dtype):
         bare, tx = optax.adamw(0.1), dls.no_loss_scaling(optax.adamw(0.1))
@@ -707,6 +716,7 @@ class TestNoLossScaling:
             assert ("is_finite" in program) == has_check
             assert ("cond" in program) == has_check
 
+    @pytest.mark.standard_promotion
     def test_takes_integer_parameters_as_the_other_wrappers_do(self):
         tx = dls.no_loss_scaling(optax.sgd(1.0))
         params = {"w": jnp.ones(2), "i": jnp.array([3])}
@@ -731,6 +741,7 @@ class TestNoLossScaling:
             updates, _ = tx.update(grads, state, params)
             np.testing.assert_array_equal(updates, [-1.0, -1.0])
 
+    @pytest.mark.standard_promotion
     def test_a_run_moves_between_the_wrappers(self):
         params = jnp.ones(2)
         off, on = dls.no_loss_scaling(optax.adam(0.1)), make(optax.adam(0.1))
