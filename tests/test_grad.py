@@ -195,6 +195,11 @@ class TestUnscale:
         assert grads.dtype == jnp.float32
         np.testing.assert_allclose(grads, [9.997e-9], rtol=1e-3)
 
+    def test_a_norm_of_half_precision_gradients_is_right_once_unscaled(self):
+        """BR-64, https://github.com/AI-Hypercomputer/maxtext/pull/5143"""
+        grads = dls.unscale(jnp.full(300, 300, jnp.bfloat16), state_of(1.0))
+        np.testing.assert_allclose(optax.tree.norm(grads), 5196.15, rtol=1e-6)
+
     def test_leaves_alone_what_is_no_float(self):
         grads = {
             "none": None,
