@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import optax_dls as dls
 
 DEVICES, MICRO_BATCHES, STEPS, RUNS = 8, 2, 64, 8
-SHAPES = {"matrix": (8, 3), "vector": (8,)}
+SHAPES = {"matrix": (8, 4), "vector": (8,)}
 OPTIMIZERS = {
     "adafactor": optax.adafactor(1e-2),
     "adamw": optax.adamw(1e-2),
@@ -66,11 +66,12 @@ def same_bits(x, y):
     )
 
 
-def train(optimizer, mean, everywhere, batches):
+def train(optimizer, mean, everywhere, batches, *, own_scaler=False):
     """One run; counts of what happened. The hooks say how devices work together.
 
     mean: from gradients of one device, or of all, to those of the parameters at hand.
     everywhere: whether a flag holds on all devices.
+    own_scaler: whether each device in ``shard_map`` has a scaler of its own.
     """
     grads, bad = batches
     tx = dls.dynamic_loss_scaling(optimizer, growth_interval=3, **SETTINGS)
@@ -104,24 +105,21 @@ def train(optimizer, mean, everywhere, batches):
     params = jax.tree.map(jnp.ones_like, first)
     scaler, inner_state = tx.init(params)
     # In shard_map some optimizers start from zeros that JAX takes for equal everywhere.
-    nought = jnp.zeros_like(jax.tree.leaves(first)[0].ravel()[0])
-    inner_state = jax.tree.map(lambda x: x + nought.astype(x.dtype), inner_state)
-    start = (params, dls.LossScalingState(scaler, inner_state))
-    _, counts = lax.scan(step, start, (grads, bad))
+    nought = jnp.zeros_like(jnp.sum(jax.tree.leaves(first)[0]))
+    state = dls.LossScalingState(scaler, inner_state)
+    started = jax.tree.map(lambda x: x + nought.astype(x.dtype), state)
+    if not own_scaler:
+        started = started._replace(scaler=scaler)
+    _, counts = lax.scan(step, (params, started), (grads, bad))
     return jax.tree.map(jnp.sum, counts)
-
-
-def mesh_of(kind=AxisType.Auto):
-    return jax.make_mesh((DEVICES,), ("d",), axis_types=(kind,))
 
 
 def mean_of_all(grads):
     return jax.tree.map(lambda g: jnp.mean(g, (0, 1)), grads)
 
 
-def on_one_device(optimizer, batches, *, over_runs):
-    run = functools.partial(train, optimizer, mean_of_all, lambda flag: flag)
-    return jax.jit(functools.partial(over_runs, run))(batches)
+def same(flag):
+    return flag
 
 
 def one_by_one(run, batches):
@@ -133,33 +131,55 @@ def side_by_side(run, batches):
     return jax.vmap(run)(batches)
 
 
-def jit_on_a_mesh(optimizer, batches, *, spec):
-    """Gradients live on their devices, and parameters by rows where ``spec`` says so."""
-    mesh = mesh_of()
+# Each mode below makes a function of batches that is compiled once.
+
+
+def on_one_device(optimizer, *, over_runs=one_by_one):
+    run = functools.partial(train, optimizer, mean_of_all, same)
+    return jax.jit(functools.partial(over_runs, run))
+
+
+def mesh_of(kind=AxisType.Auto, **axes):
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes)
+    )
+
+
+# Axes of the mesh, the spec of a gradient (device, micro-batch, rows) and of a parameter.
+LAYOUTS = {
+    "data parallel": ({"d": 8}, ("d",), P()),
+    "fully sharded": ({"d": 8}, ("d",), P("d")),
+    "tensor parallel": ({"d": 8}, (None, None, "d"), P("d")),
+    "two axes": ({"d": 4, "m": 2}, ("d", None, "m"), P("m")),
+}
+
+
+def in_jit(optimizer, *, layout, kind, over_runs=one_by_one):
+    axes, grad_spec, spec = LAYOUTS[layout]
+    mesh = mesh_of(kind, **axes)
+    place = jax.sharding.reshard
+    if kind == AxisType.Auto:
+        place = lax.with_sharding_constraint
 
     def mean(grads):
-        return lax.with_sharding_constraint(
-            mean_of_all(grads), NamedSharding(mesh, spec)
-        )
+        return place(mean_of_all(grads), NamedSharding(mesh, spec))
 
-    run = functools.partial(train, optimizer, mean, lambda flag: flag)
-    grads = jax.device_put(batches[0], NamedSharding(mesh, P(None, None, "d")))
-    return jax.jit(functools.partial(one_by_one, run))((grads, batches[1]))
+    run = functools.partial(train, optimizer, mean, same)
+    compiled = jax.jit(functools.partial(over_runs, run))
+    placed = NamedSharding(mesh, P(None, None, *grad_spec))
 
+    def on_the_mesh(batches):
+        with jax.set_mesh(mesh):
+            return compiled((jax.device_put(batches[0], placed), batches[1]))
 
-def on_an_explicit_mesh(optimizer, batches):
-    mesh = mesh_of(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        run = functools.partial(train, optimizer, mean_of_all, lambda flag: flag)
-        grads = jax.device_put(batches[0], NamedSharding(mesh, P(None, None, "d")))
-        return jax.jit(functools.partial(one_by_one, run))((grads, batches[1]))
+    return on_the_mesh
 
 
 def mean_over_devices(grads, *, sharded):
     mine = mean_of_all(grads)
-    if sharded:  # each device keeps its row of the sum
+    if sharded:  # each device keeps its rows of the sum
         scatter = functools.partial(lax.psum_scatter, axis_name="d", tiled=True)
-        return jax.tree.map(lambda g: scatter(g) / DEVICES, mine)
+        return jax.tree.map(lambda g: scatter(g) / lax.axis_size("d"), mine)
     return lax.pmean(mine, "d")
 
 
@@ -167,39 +187,71 @@ def on_all_devices(flag):
     return lax.pmin(flag.astype(jnp.int32), "d") > 0
 
 
-def in_shard_map(optimizer, batches, *, sharded, check_vma):
+def in_shard_map(
+    optimizer, *, sharded, check_vma=True, partly=False, over_runs=one_by_one
+):
     mean = functools.partial(mean_over_devices, sharded=sharded)
     run = functools.partial(train, optimizer, mean, on_all_devices)
     return jax.jit(
         jax.shard_map(
-            functools.partial(one_by_one, run),
-            mesh=mesh_of(),
+            functools.partial(over_runs, run),
+            mesh=mesh_of(d=4, m=2) if partly else mesh_of(d=8),
             in_specs=((P(None, None, "d"), P()),),
             out_specs=P(),
             check_vma=check_vma,
+            axis_names={"d"},
         )
-    )(batches)
+    )
 
 
-def in_pmap(optimizer, batches):
+def a_population(optimizer):
+    """Each device has one run to itself, parameters, scaler and all."""
+    run = functools.partial(train, optimizer, mean_of_all, same, own_scaler=True)
+    return jax.jit(
+        jax.shard_map(
+            functools.partial(one_by_one, run),
+            mesh=mesh_of(d=RUNS),
+            in_specs=P("d"),
+            out_specs=P("d"),
+        )
+    )
+
+
+def in_pmap(optimizer, *, over_runs=one_by_one):
     mean = functools.partial(mean_over_devices, sharded=True)
     run = functools.partial(train, optimizer, mean, on_all_devices)
-    by_device = jax.tree.map(lambda g: np.moveaxis(g, 2, 0)[:, :, :, None], batches[0])
-    step = jax.pmap(
-        lambda grads, bad: one_by_one(run, (grads, bad)),
+    mapped = jax.pmap(
+        lambda grads, bad: over_runs(run, (grads, bad)),
         axis_name="d",
         in_axes=(0, None),
         out_axes=None,
     )
-    return step(by_device, batches[1])
+
+    def by_device(batches):
+        grads, bad = batches
+        first = jax.tree.map(lambda g: np.moveaxis(g, 2, 0)[:, :, :, None], grads)
+        return mapped(first, bad)
+
+    return by_device
 
 
+jit_auto = functools.partial(in_jit, kind=AxisType.Auto)
+jit_explicit = functools.partial(in_jit, kind=AxisType.Explicit)
+vmapped = {"over_runs": side_by_side}
 MODES = {
-    "one device": functools.partial(on_one_device, over_runs=one_by_one),
-    "vmap": functools.partial(on_one_device, over_runs=side_by_side),
-    "jit": functools.partial(jit_on_a_mesh, spec=P()),
-    "jit, sharded": functools.partial(jit_on_a_mesh, spec=P("d")),
-    "explicit mesh": on_an_explicit_mesh,
+    "one device": on_one_device,
+    "vmap": functools.partial(on_one_device, **vmapped),
+    **{f"jit, {name}": functools.partial(jit_auto, layout=name) for name in LAYOUTS},
+    "jit, fully sharded, vmap": functools.partial(
+        jit_auto, layout="fully sharded", **vmapped
+    ),
+    **{
+        f"explicit mesh, {name}": functools.partial(jit_explicit, layout=name)
+        for name in LAYOUTS
+    },
+    "explicit mesh, data parallel, vmap": functools.partial(
+        jit_explicit, layout="data parallel", **vmapped
+    ),
     **{
         f"shard_map, {name}, check_vma={check_vma}": functools.partial(
             in_shard_map, sharded=name == "sharded", check_vma=check_vma
@@ -207,15 +259,22 @@ MODES = {
         for name in ("replicated", "sharded")
         for check_vma in (True, False)
     },
+    "shard_map, vmap": functools.partial(in_shard_map, sharded=True, **vmapped),
+    "shard_map, one axis automatic": functools.partial(
+        in_shard_map, sharded=True, partly=True
+    ),
+    "shard_map, a population": a_population,
     "pmap": in_pmap,
+    "pmap, vmap": functools.partial(in_pmap, **vmapped),
 }
 
 
 def campaign(mode, optimizer, faults, seed=0):
     """Runs one mode with one optimizer until enough faults were injected."""
     total = collections.Counter()
+    run = MODES[mode](OPTIMIZERS[optimizer])
     while total["faults"] < faults:
-        counts = MODES[mode](OPTIMIZERS[optimizer], draw(seed))
+        counts = run(draw(seed))
         total.update({name: int(np.sum(n)) for name, n in counts.items()})
         seed += 1
     return total

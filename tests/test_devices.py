@@ -354,6 +354,28 @@ class TestPopulation:
         assert dls.loss_scale(states).tolist() == [SCALE, SCALE / 2]
         np.testing.assert_array_equal(updates, [[-1.0] * 8, [0.0] * 8])
 
+    @pytest.mark.parametrize("spec", [P(), P("d")])
+    def test_vmap_inside_jit_on_an_explicit_mesh(self, spec):
+        """Leaves may be sharded by member, or not at all."""
+        with jax.set_mesh(mesh_of(AxisType.Explicit, d=2)):
+            grads = jnp.ones((2, 8)).at[1, 6].set(jnp.inf) * SCALE
+            states = jax.vmap(sgd.init)(jnp.zeros((2, 8)))
+            grads, states = jax.device_put((grads, states), spec)
+            updates, states = jax.jit(jax.vmap(sgd.update))(grads, states)
+        assert dls.loss_scale(states).tolist() == [SCALE, SCALE / 2]
+        np.testing.assert_array_equal(updates, [[-1.0] * 8, [0.0] * 8])
+
+    def test_vmap_on_an_explicit_mesh_cannot_shard_within_a_member(self):
+        """A limit of JAX, in any lax.cond. When it is lifted, the README can say so."""
+        with jax.set_mesh(mesh_of(AxisType.Explicit, d=2)):
+            grads = jax.device_put(jnp.ones((2, 8)), P(None, "d"))
+            states = jax.vmap(sgd.init)(jnp.zeros((2, 8)))
+            with pytest.raises(Exception, match="select `which` must be scalar"):
+                jax.jit(jax.vmap(sgd.update))(grads, states)
+            which = jnp.array([True, False])
+            with pytest.raises(Exception, match="select `which` must be scalar"):
+                jax.vmap(lambda w, x: lax.cond(w, jnp.sin, jnp.cos, x))(which, grads)
+
     def test_vmap_inside_pmap(self):
         grads = jnp.ones((4, 2, 1)).at[3, 1].set(jnp.inf) * SCALE
         step = jax.pmap(
