@@ -12,7 +12,9 @@ import optax
 from jax.typing import ArrayLike
 
 from . import _views, rules
-from ._state import loss_scale, scaler_state
+from ._retry import Output, check_max_retries, with_retries
+from ._scaler import ScalerState
+from ._state import loss_scale, scaler_state, with_scaler
 
 
 def scale_loss(loss: ArrayLike, state: object) -> jax.Array:
@@ -103,13 +105,7 @@ def unscale(grads: optax.Updates, state: object) -> optax.Updates:
       >>> dls.unscale({"w": jnp.array([128.0, 64.0], jnp.float16)}, state)
       {'w': Array([1. , 0.5], dtype=float32)}
     """
-    dtypes = jax.tree.map(
-        lambda g: (
-            _views.wide_dtype(jnp.result_type(g)) if _views.is_inexact(g) else None
-        ),
-        grads,
-    )
-    return _views.unscale(grads, loss_scale(state), dtypes)
+    return _views.unscale(grads, loss_scale(state), _views.wide_dtypes(grads))
 
 
 def value_and_scaled_grad(
@@ -118,6 +114,7 @@ def value_and_scaled_grad(
     has_aux: bool = False,
     *,
     value_and_grad: Callable = jax.value_and_grad,
+    max_retries: int | None = None,
 ) -> Callable:
     r"""Like ``jax.value_and_grad``: the true value, and the scaled gradient.
 
@@ -133,11 +130,25 @@ def value_and_scaled_grad(
       value_and_grad: what takes the gradient. ``nnx.value_and_grad`` and
         ``eqx.filter_value_and_grad`` serve those frameworks, and
         ``functools.partial(jax.value_and_grad, allow_int=True)`` integer parameters.
+      max_retries: for batches that cannot be lost, as in on-policy reinforcement
+        learning: where gradients overflow, compute them again at half the scale, up to
+        so many times, in a ``lax.while_loop``. The optimizer needs
+        ``loss_scaling(optimizer, rules.retrying(rules.dynamic()))``. Off by default,
+        since a lost batch in two thousand costs less than a second read of every
+        gradient. A NaN that stays, and a loss that is not finite, lead to an ordinary
+        skip with one backoff.
 
     Returns:
       A function of the arguments of ``fun`` and of ``state=``, the optimizer state (or
       anything that holds exactly one scaler), which gives ``(loss, grads)`` or
       ``((loss, aux), grads)``. Hand the gradients to ``tx.update`` with the same state.
+
+      With ``max_retries``, also 0, it gives ``(loss, grads, state)``: hand that state to
+      ``tx.update``, which then moves the scale as if each retry had been a step that
+      overflowed. Only the counters in it are new (``total_retries`` among them). The
+      scale is the one that came in, and the gradients, in at least float32, are what
+      that scale would have given: so it stays the only scale, and even the old state
+      unscales them rightly.
 
     Raises:
       TypeError: ``state=`` is missing, or the loss is an integer or complex; or ``fun``
@@ -152,12 +163,27 @@ def value_and_scaled_grad(
       >>> loss_fn = lambda w, x: jnp.sum(w * x)
       >>> dls.value_and_scaled_grad(loss_fn)(jnp.ones(2), jnp.arange(2.0), state=state)
       (Array(1., dtype=float32), Array([  0., 128.], dtype=float32))
+
+      A gradient of 4 overflows float16 at 2**15 and at 2**14, but not at 2**13:
+
+      >>> rule = dls.rules.retrying(dls.rules.dynamic(init_scale=2.0**15))
+      >>> tx = dls.loss_scaling(optax.sgd(1.0), rule)
+      >>> params = jnp.zeros(1)
+      >>> grad_fn = dls.value_and_scaled_grad(
+      ...     lambda w: jnp.sum(4.0 * w.astype(jnp.float16).astype(jnp.float32)),
+      ...     max_retries=3,
+      ... )
+      >>> loss, grads, state = grad_fn(params, state=tx.init(params))
+      >>> updates, state = tx.update(grads, state, params)
+      >>> print(updates, dls.loss_scale(state), optax.tree.get(state, "total_retries"))
+      [-4.] 8192.0 2
     """
     if not callable(fun):
         raise TypeError(
             f"fun must be a loss function, got {type(fun).__name__}. Pass the function, "
             "and its arguments to what this returns."
         )
+    check_max_retries(max_retries)
     # Not every framework's function has argnums.
     keywords = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
 
@@ -171,13 +197,20 @@ def value_and_scaled_grad(
             )
         scaler = scaler_state(state)
 
-        def scaled_fun(*args, **kwargs):  # type: ignore[no-untyped-def]
-            loss, aux = _split(fun(*args, **kwargs), has_aux)
-            return scale_loss(loss, scaler), (loss, aux)
+        def attempt(scaler: ScalerState) -> Output:
+            def scaled_fun(*args, **kwargs):  # type: ignore[no-untyped-def]
+                loss, aux = _split(fun(*args, **kwargs), has_aux)
+                return scale_loss(loss, scaler), (loss, aux)
 
-        differentiated = value_and_grad(scaled_fun, has_aux=True, **keywords)
-        (_, (loss, aux)), grads = differentiated(*args, **kwargs)
-        return ((loss, aux) if has_aux else loss), grads
+            differentiated = value_and_grad(scaled_fun, has_aux=True, **keywords)
+            (_, value), grads = differentiated(*args, **kwargs)
+            return value, grads
+
+        if max_retries is None:
+            (loss, aux), grads = attempt(scaler)
+            return ((loss, aux) if has_aux else loss), grads
+        ((loss, aux), grads), scaler = with_retries(attempt, scaler, max_retries)
+        return ((loss, aux) if has_aux else loss), grads, with_scaler(state, scaler)
 
     return value_and_scaled_grad_fun
 
@@ -186,9 +219,11 @@ def _split(output: object, has_aux: bool) -> tuple:
     """(loss, aux) of what a loss function returned."""
     if has_aux:
         if not isinstance(output, tuple) or len(output) != 2:
+            is_array = isinstance(output, jax.Array)
             raise TypeError(
                 "has_aux=True, so fun must return a pair (loss, aux), got "
-                f"{type(output).__name__}."
+                f"{'one array' if is_array else type(output).__name__}. Return both, or "
+                "leave has_aux out."
             )
         return output
     if isinstance(output, tuple | list | dict):

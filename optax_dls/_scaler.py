@@ -73,10 +73,12 @@ def next_scaler(
     loss_scale, rule_state = _types.select(heard, after, before)
     consecutive_skips = optax.safe_increment(scaler.consecutive_skips)
     total_skips = optax.safe_increment(scaler.total_skips)
-    return ScalerState(
+    new = ScalerState(
         loss_scale=loss_scale,
         grads_finite=grads_finite,
         consecutive_skips=jnp.where(applied, 0, consecutive_skips),
         total_skips=jnp.where(applied, scaler.total_skips, total_skips),
         rule_state=rule_state,
     )
+    # The flags are equal on all devices that axis_name names; the scalers need not be.
+    return _types.keep(new, scaler, "the scaler", "Restore it as init made it.")

@@ -104,8 +104,9 @@ def scaler_state(state: object) -> ScalerState:
             "state holds no loss scaler: found no LossScalingState in "
             f"{type(state).__name__}. Wrap the optimizer, "
             "tx = dynamic_loss_scaling(optimizer) (no_loss_scaling(optimizer) for "
-            "float32 and bfloat16), and pass the state that tx.init(params) gives; restore "
-            "a checkpoint into the structure of that state."
+            "float32 and bfloat16), and pass the state that tx.init(params) gives. The state "
+            "of an optimizer that ran without loss scaling goes under a new scaler by "
+            "tx.init(params)._replace(inner_state=old_state)."
         )
     if len(found) > 1:
         where = ", ".join(path for path, _ in found)
@@ -130,6 +131,19 @@ def scaler_state(state: object) -> ScalerState:
     # The arrays may be boxed, as in nnx.Optimizer.
     return jax.tree.map(
         jnp.asarray, node, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__")
+    )
+
+
+def with_scaler(state: Tree, scaler: ScalerState) -> Tree:
+    """``state`` with the values of another scaler, each boxed as it was."""
+
+    def replace(node: object) -> object:
+        if not isinstance(node, ScalerState):
+            return node
+        return jax.tree.unflatten(jax.tree.structure(node), jax.tree.leaves(scaler))
+
+    return jax.tree.map(
+        replace, state, is_leaf=lambda node: isinstance(node, ScalerState)
     )
 
 

@@ -1,17 +1,15 @@
 """The wrapper: unscale, check, apply or skip, and move the scale, in one lax.cond."""
 
-import numbers
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from . import _types, _views, rules
-from ._finite import AxisName, agree, all_finite, to_varying, varying_axes
+from . import _checks, _types, _views, rules
+from ._finite import AxisName, agree, all_finite
 from ._scaler import LossScalingState, ScalerState, holds_scaler, next_scaler
 
 
@@ -48,8 +46,8 @@ def loss_scaling(
         helped. It looks at the updates in their own dtype, float32 for float16
         parameters. Off by default, as it costs a read of them and a select.
       axis_name: further mapped axes whose devices have to agree on a skip. Without
-        it they agree over every axis they share the scale on; ``()`` turns agreement
-        off, for members of a population that each have a scaler.
+        it they agree over every mesh or ``pmap`` axis they share the scale on; ``()``
+        turns agreement off, for members of a population that each have a scaler.
 
     Returns:
       A transformation with state :class:`LossScalingState`. Its ``update`` takes the
@@ -80,7 +78,7 @@ def loss_scaling(
       Micikevicius et al., `Mixed Precision Training
       <https://arxiv.org/abs/1710.03740>`_, 2018
     """
-    _check_arguments(inner, rule, check_updates, axis_name)
+    _checks.check_arguments(inner, rule, check_updates, axis_name)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> LossScalingState:
@@ -109,7 +107,7 @@ def loss_scaling(
         params: optax.Params | None = None,
         **extra_args: ArrayLike | Callable,
     ) -> tuple[optax.Updates, LossScalingState]:
-        _check_state(state, rule)
+        _checks.check_state(state, rule)
         grads, dtypes = _views.align(grads, params)
         if isinstance(state.scaler.rule_state, rules.NoScalingState):
             updates, inner_state = inner.update(
@@ -117,14 +115,14 @@ def loss_scaling(
             )
             return updates, state._replace(inner_state=inner_state)
 
-        _check_inner_state(state.inner_state, inner, params)
+        _checks.check_inner_state(state.inner_state, inner, params)
         state = jax.tree.map(_types.strongly_typed, state)
         loss_scale = jnp.asarray(state.scaler.loss_scale, jnp.float32)
         state = state._replace(scaler=state.scaler._replace(loss_scale=loss_scale))
 
         flags = [all_finite(_views.unscale(grads, loss_scale, dtypes))]
         if extra_args.get("value") is not None:
-            flags.append(all_finite(_checked_value(extra_args["value"])))
+            flags.append(all_finite(_checks.checked_value(extra_args["value"])))
         grads_finite, *value_finite = agree(flags, loss_scale, axis_name)
 
         def applied(
@@ -158,7 +156,7 @@ def loss_scaling(
             grads: optax.Updates, state: LossScalingState, params: optax.Params | None
         ) -> tuple[optax.Updates, LossScalingState]:
             del grads, params
-            updates = jax.tree.map(_zeros, updates_type)
+            updates = jax.tree.map(_types.zeros, updates_type)
             heard = value_finite[0] if value_finite else jnp.array(True)
             scaler = next_scaler(
                 rule, state.scaler, grads_finite, applied=jnp.array(False), heard=heard
@@ -309,104 +307,3 @@ def no_loss_scaling(
       [-2.] 1.0
     """
     return loss_scaling(inner, rules.none())
-
-
-def _check_arguments(
-    inner: optax.GradientTransformation,
-    rule: rules.Rule,
-    check_updates: bool,
-    axis_name: AxisName | None,
-) -> None:
-    if not callable(getattr(inner, "init", None)) or not callable(
-        getattr(inner, "update", None)
-    ):
-        cure = (
-            "Call the optimizer first: dynamic_loss_scaling(optax.adam(1e-3))."
-            if callable(inner)
-            else "Pass an optimizer, or optax.chain(...) of several transformations."
-        )
-        raise TypeError(
-            "inner must be an optax.GradientTransformation (with init and update), got "
-            f"{inner!r}. {cure}"
-        )
-    if not isinstance(rule, rules.Rule):
-        raise TypeError(
-            f"rule must be a Rule, got {rule!r}. Call rules.dynamic() or "
-            "rules.static(128.0), or build one: rules.Rule(init, update)."
-        )
-    if not isinstance(check_updates, bool):
-        raise TypeError(f"check_updates must be True or False, got {check_updates!r}.")
-    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
-    if any(isinstance(name, numbers.Number) for name in names):
-        raise TypeError(
-            f"axis_name must be the name of a mapped axis or a tuple of names, got "
-            f"{axis_name!r}. Leave it out unless you know that you need it."
-        )
-
-
-def _check_state(state: LossScalingState, rule: rules.Rule) -> None:
-    if not isinstance(state, LossScalingState):
-        raise TypeError(
-            "state must be the LossScalingState that tx.init(params) gives, got "
-            f"{type(state).__name__}. Call state = tx.init(params) first, and restore a "
-            "checkpoint into that structure. The state of an optimizer that ran without "
-            "loss scaling goes under a new scaler by "
-            "tx.init(params)._replace(inner_state=old_state)."
-        )
-    _, expected = jax.eval_shape(rule.init)
-    found = jax.tree.structure(state.scaler.rule_state)
-    if found != jax.tree.structure(expected):  # type: ignore[operator]
-        raise TypeError(
-            "state must come from the init of this very transformation, got one whose "
-            f"rule keeps {found}, not {jax.tree.structure(expected)}. Move a run from one "
-            "wrapper to another by tx.init(params)._replace(inner_state=old.inner_state)."
-        )
-
-
-def _check_inner_state(
-    inner_state: optax.OptState,
-    inner: optax.GradientTransformation,
-    params: optax.Params | None,
-) -> None:
-    """Raises where the moments of half-precision parameters are in half precision."""
-    views = _views.widen(params)
-    if jax.tree.all(jax.tree.map(lambda view, p: view is p, views, params)):
-        return
-    expected = jax.eval_shape(inner.init, views)
-    if jax.tree.structure(expected) != jax.tree.structure(inner_state):  # type: ignore[operator]
-        return  # the optimizer itself knows better what is wrong
-    leaves, _ = jax.tree_util.tree_flatten_with_path(inner_state)
-    for (path, leaf), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
-        # Moments only: scalars are hyperparameters, which users set as they like.
-        if jnp.ndim(leaf) and leaf.dtype != wanted.dtype:
-            raise TypeError(
-                f"state.inner_state{jax.tree_util.keystr(path)} must be {wanted.dtype}, "
-                f"got {leaf.dtype}: the optimizer works on float32 views of "
-                "half-precision parameters. Cast a state from elsewhere: jax.tree.map("
-                "lambda old, new: old.astype(new.dtype), old_state, "
-                "tx.init(params).inner_state)."
-            )
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of one dtype, sharding and manual-axis type with ``like``."""
-    if like.sharding is not None:
-        return jnp.zeros_like(like)
-    # In a partly manual region, whose axis types zeros_like does not take over.
-    zeros, axes = jnp.zeros(like.shape, like.dtype), varying_axes(like)
-    return to_varying(zeros, axes) if axes else zeros
-
-
-def _checked_value(value: object) -> jax.Array:
-    """``value=`` as an array, if it can be a loss."""
-    if not isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
-        raise TypeError(
-            f"value must be the true loss, a scalar, got {type(value).__name__}. Without "
-            "auxiliary data: value=loss."
-        )
-    if jnp.shape(value) != ():
-        raise ValueError(
-            f"value must be the true loss, a scalar of shape (), got shape "
-            f"{jnp.shape(value)}. Reduce it, e.g. with jnp.mean."
-        )
-    return jnp.asarray(value)

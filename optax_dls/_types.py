@@ -30,7 +30,8 @@ def keep(
     all devices while the old ones were not.
 
     Raises:
-      ValueError: ``source``, which made the new state, changed its structure.
+      ValueError: ``source``, which made the new state, changed its structure, or made it
+        differ between devices.
     """
     if jax.tree.structure(new) != jax.tree.structure(old):  # type: ignore[operator]
         raise ValueError(
@@ -38,14 +39,26 @@ def keep(
             f"{jax.tree.structure(old)} into {jax.tree.structure(new)}. {cure}"
         )
 
-    def keep_type(new_leaf: ArrayLike, old_leaf: jax.Array) -> jax.Array:
+    def keep_type(
+        path: jax.tree_util.KeyPath, new_leaf: ArrayLike, old_leaf: jax.Array
+    ) -> jax.Array:
         array = strongly_typed(new_leaf)
+        apart = sorted(map(str, varying_axes(array) - varying_axes(old_leaf)))
+        if apart:
+            names = ", ".join(map(repr, apart))
+            raise ValueError(
+                f"{source} made state{jax.tree_util.keystr(path)} vary over the mesh axes "
+                f"{apart}, over which it was one value. Average the gradients before "
+                f"tx.update, grads = jax.lax.pmean(grads, ({names},)), or, for a model per "
+                "device, give each a state of its own: initialise it outside shard_map and "
+                f"pass it in sharded, or jax.lax.pcast(state, ({names},), to='varying')."
+            )
         if array.dtype != old_leaf.dtype:
             array = array.astype(old_leaf.dtype)
         axes = varying_axes(old_leaf) - varying_axes(array)
         return to_varying(array, axes) if axes else array
 
-    return jax.tree.map(keep_type, new, old)
+    return jax.tree_util.tree_map_with_path(keep_type, new, old)
 
 
 def select(
@@ -53,3 +66,12 @@ def select(
 ) -> optax.OptState:
     """``new`` where the condition holds, ``old`` elsewhere, leaf by leaf."""
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
+
+
+def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros of one dtype, sharding and manual-axis type with ``like``."""
+    if like.sharding is not None:
+        return jnp.zeros_like(like)
+    # In a partly manual region, whose axis types zeros_like does not take over.
+    array, axes = jnp.zeros(like.shape, like.dtype), varying_axes(like)
+    return to_varying(array, axes) if axes else array

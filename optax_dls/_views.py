@@ -25,6 +25,13 @@ def wide_dtype(dtype: DTypeLike) -> np.dtype:
     return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
+def wide_dtypes(grads: optax.Updates) -> optax.Updates:
+    """The dtypes of the unscaled gradients; None for a leaf that passes through."""
+    return jax.tree.map(
+        lambda g: wide_dtype(jnp.result_type(g)) if is_inexact(g) else None, grads
+    )
+
+
 def widen(params: optax.Params) -> optax.Params:
     """The parameters, with float32 views of the half-precision ones.
 

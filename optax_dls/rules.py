@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
 __all__ = (
     "DynamicRuleState",
     "NoScalingState",
+    "RetryingRuleState",
     "Rule",
     "dynamic",
     "none",
+    "retrying",
     "static",
 )
 
@@ -234,6 +237,70 @@ def static(scale: ArrayLike) -> Rule:
     ) -> tuple[jax.Array, optax.OptState]:
         del grads_finite, loss_scale, rule_state
         return init()
+
+    return Rule(init, update)
+
+
+class RetryingRuleState(NamedTuple):
+    """State of :func:`retrying`.
+
+    Attributes:
+      unheard_retries: retries of this step that the rule inside has yet to hear of; 0
+        once ``tx.update`` has run.
+      total_retries: retries since ``init``; saturates at 2**31 - 1.
+      rule_state: state of the rule inside.
+    """
+
+    unheard_retries: jax.Array  # shape=(), dtype=int32
+    total_retries: jax.Array  # shape=(), dtype=int32
+    rule_state: optax.OptState
+
+
+def retrying(rule: Rule) -> Rule:
+    r"""Lets ``value_and_scaled_grad(..., max_retries=k)`` count its retries.
+
+    After r retries in a step, ``rule`` hears of r overflows and then of the outcome, so
+    the scale moves as if each attempt had been a step:
+
+    .. math:: S_{t+1} = \text{rule}(\text{finite}, \text{rule}(\text{overflow},
+      \ldots S_t))
+
+    The retries themselves halve the scale, whatever the backoff factor of ``rule`` is.
+
+    Args:
+      rule: any rule. ``none()`` comes back as it is: it has nothing to retry.
+
+    Returns:
+      A :class:`Rule` whose state is a :class:`RetryingRuleState`.
+
+    Example:
+      >>> import optax
+      >>> import optax_dls as dls
+      >>> rule = dls.rules.retrying(dls.rules.dynamic(growth_interval=100))
+      >>> tx = dls.loss_scaling(optax.adam(3e-4), rule)
+    """
+    if isinstance(jax.eval_shape(rule.init)[1], NoScalingState):
+        return rule
+
+    def init() -> tuple[jax.Array, optax.OptState]:
+        loss_scale, rule_state = rule.init()
+        count = jnp.zeros((), jnp.int32)
+        return loss_scale, RetryingRuleState(count, count, rule_state)
+
+    def update(
+        grads_finite: jax.Array, loss_scale: jax.Array, rule_state: optax.OptState
+    ) -> tuple[jax.Array, optax.OptState]:
+        unheard, total, inside = rule_state
+
+        def overflow(
+            _: int, before: tuple[jax.Array, optax.OptState]
+        ) -> tuple[jax.Array, optax.OptState]:
+            after = rule.update(jnp.array(False), *before)
+            return jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), after, before)
+
+        heard = lax.fori_loop(0, unheard, overflow, (loss_scale, inside))
+        loss_scale, inside = rule.update(grads_finite, *heard)
+        return loss_scale, RetryingRuleState(jnp.zeros_like(unheard), total, inside)
 
     return Rule(init, update)
 

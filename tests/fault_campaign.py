@@ -9,6 +9,7 @@ must have, and at all times all devices must agree.
 import argparse
 import collections
 import functools
+import itertools
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -40,19 +41,23 @@ SETTINGS = {"init_scale": 256.0, "min_scale": 16.0, "max_scale": 4096.0}
 
 
 def draw(seed):
-    """Gradients of every run, step, device and micro-batch, and which steps are bad."""
+    """Gradients of every run, step, device and micro-batch, and the faults of each step.
+
+    A bad step has one to three faults, each anywhere.
+    """
     rng = np.random.default_rng(seed)
     lead = (RUNS, STEPS, DEVICES, MICRO_BATCHES)
     grads = {
         leaf: rng.uniform(0.1, 1.0, (*lead, *shape)).astype(np.float16)
         for leaf, shape in SHAPES.items()
     }
-    bad = rng.random((RUNS, STEPS)) < 0.4
-    for run, step in np.argwhere(bad):
-        leaf = grads[rng.choice(list(SHAPES))]
-        where = tuple(rng.integers(n) for n in leaf.shape[2:])
-        leaf[(run, step, *where)] = rng.choice(FAULTS)
-    return grads, bad
+    faults = rng.integers(1, 4, (RUNS, STEPS)) * (rng.random((RUNS, STEPS)) < 0.4)
+    for run, step in np.argwhere(faults):
+        for _ in range(faults[run, step]):
+            leaf = grads[rng.choice(list(SHAPES))]
+            where = tuple(rng.integers(n) for n in leaf.shape[2:])
+            leaf[(run, step, *where)] = rng.choice(FAULTS)
+    return grads, faults
 
 
 def same_bits(x, y):
@@ -66,19 +71,20 @@ def same_bits(x, y):
     )
 
 
-def train(optimizer, mean, everywhere, batches, *, own_scaler=False):
+def train(optimizer, mean, spread, batches, *, own_scaler=False):
     """One run; counts of what happened. The hooks say how devices work together.
 
     mean: from gradients of one device, or of all, to those of the parameters at hand.
-    everywhere: whether a flag holds on all devices.
+    spread: the smallest and the largest value of a number on all devices.
     own_scaler: whether each device in ``shard_map`` has a scaler of its own.
     """
-    grads, bad = batches
+    grads, faults = batches
     tx = dls.dynamic_loss_scaling(optimizer, growth_interval=3, **SETTINGS)
 
     def step(carry, batch):
         params, state = carry
-        grads, is_bad = batch
+        grads, faults = batch
+        is_bad = faults > 0
         # The scaling is done in float16, where 1e4 overflows; then micro-batches add up.
         scale = dls.loss_scale(state).astype(jnp.float16)
         scaled = jax.tree.map(lambda g: (g * scale).astype(jnp.float32), grads)
@@ -92,12 +98,15 @@ def train(optimizer, mean, everywhere, batches, *, own_scaler=False):
             jnp.logical_not(same_bits(params, new_params)),
         )
         skipped = new_state.scaler.consecutive_skips > 0
+        spreads = [spread(x.astype(jnp.float32)) for x in new_state.scaler[:4]]
         counts = {
-            "faults": is_bad,
+            "faults": faults,
+            "bad steps": is_bad,
             "skipped": skipped,
-            "contaminated": is_bad & ~everywhere(kept),
-            "good steps lost": ~is_bad & ~everywhere(moved & ~skipped),
-            "disagreements": everywhere(skipped) != ~everywhere(~skipped),
+            "contaminated": is_bad & (spread(kept.astype(jnp.int32))[0] == 0),
+            "good steps lost": ~is_bad
+            & (spread((moved & ~skipped).astype(jnp.int32))[0] == 0),
+            "disagreements": jnp.any(jnp.stack([low != high for low, high in spreads])),
         }
         return (new_params, new_state), counts
 
@@ -110,7 +119,7 @@ def train(optimizer, mean, everywhere, batches, *, own_scaler=False):
     started = jax.tree.map(lambda x: x + nought.astype(x.dtype), state)
     if not own_scaler:
         started = started._replace(scaler=scaler)
-    _, counts = lax.scan(step, (params, started), (grads, bad))
+    _, counts = lax.scan(step, (params, started), (grads, faults))
     return jax.tree.map(jnp.sum, counts)
 
 
@@ -118,8 +127,8 @@ def mean_of_all(grads):
     return jax.tree.map(lambda g: jnp.mean(g, (0, 1)), grads)
 
 
-def same(flag):
-    return flag
+def same(x):
+    return x, x
 
 
 def one_by_one(run, batches):
@@ -183,8 +192,8 @@ def mean_over_devices(grads, *, sharded):
     return lax.pmean(mine, "d")
 
 
-def on_all_devices(flag):
-    return lax.pmin(flag.astype(jnp.int32), "d") > 0
+def on_all_devices(x):
+    return lax.pmin(x, "d"), lax.pmax(x, "d")
 
 
 def in_shard_map(
@@ -221,16 +230,16 @@ def in_pmap(optimizer, *, over_runs=one_by_one):
     mean = functools.partial(mean_over_devices, sharded=True)
     run = functools.partial(train, optimizer, mean, on_all_devices)
     mapped = jax.pmap(
-        lambda grads, bad: over_runs(run, (grads, bad)),
+        lambda grads, faults: over_runs(run, (grads, faults)),
         axis_name="d",
         in_axes=(0, None),
         out_axes=None,
     )
 
     def by_device(batches):
-        grads, bad = batches
+        grads, faults = batches
         first = jax.tree.map(lambda g: np.moveaxis(g, 2, 0)[:, :, :, None], grads)
-        return mapped(first, bad)
+        return mapped(first, faults)
 
     return by_device
 
@@ -273,11 +282,12 @@ def campaign(mode, optimizer, faults, seed=0):
     """Runs one mode with one optimizer until enough faults were injected."""
     total = collections.Counter()
     run = MODES[mode](OPTIMIZERS[optimizer])
-    while total["faults"] < faults:
-        counts = run(draw(seed))
+    pair = (list(MODES).index(mode), list(OPTIMIZERS).index(optimizer))
+    for draws in itertools.count():
+        if total["faults"] >= faults:
+            return total
+        counts = run(draw([seed, *pair, draws]))
         total.update({name: int(np.sum(n)) for name, n in counts.items()})
-        seed += 1
-    return total
 
 
 if __name__ == "__main__":

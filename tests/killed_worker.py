@@ -29,8 +29,8 @@ start = jnp.linspace(-1, 1, 8)
 run = (start, tx.init(start), jnp.float32(0))
 if file.exists():
     run = flax.serialization.from_bytes(run, file.read_bytes())
-run = step(run) if run[2] < 1 else run
-print("training", flush=True)
+jax.block_until_ready(step(run))  # compiled before the first kill can come
+print(int(run[2]), flush=True)
 while run[2] < 1500:
     run = step(run)
     part = file.with_suffix(".part")

@@ -13,5 +13,5 @@ from test_checkpoint import FORMATS, LAYOUTS, leaves_of, load, train
 for format in FORMATS:
     for saved_on, resumed_on in LAYOUTS:
         folder = pathlib.Path(sys.argv[1]) / format / str(saved_on)
-        params, state = train(*load(format, folder, resumed_on), 5, 10, resumed_on)
+        params, state = train(*load(format, folder, resumed_on), 5, 10)
         np.savez(folder / f"end_on_{resumed_on}.npz", *leaves_of((params, state)))

@@ -22,7 +22,7 @@ FAULTS = 10_000 / len(PAIRS)
 def test_no_fault_gets_through_and_no_good_step_is_lost(mode, optimizer):
     counts = campaign(mode, optimizer, FAULTS)
     assert counts["faults"] >= FAULTS
-    assert counts["skipped"] == counts["faults"]
+    assert counts["skipped"] == counts["bad steps"] > 0
     assert counts["contaminated"] == 0
     assert counts["good steps lost"] == 0
     assert counts["disagreements"] == 0

@@ -1,0 +1,105 @@
+"""Arguments that cannot be right, refused with a word on what to do instead."""
+
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from . import _views, rules
+from ._finite import AxisName
+from ._scaler import LossScalingState
+
+
+def check_arguments(
+    inner: optax.GradientTransformation,
+    rule: rules.Rule,
+    check_updates: bool,
+    axis_name: AxisName | None,
+) -> None:
+    if not callable(getattr(inner, "init", None)) or not callable(
+        getattr(inner, "update", None)
+    ):
+        cure = (
+            "Call the optimizer first: dynamic_loss_scaling(optax.adam(1e-3))."
+            if callable(inner)
+            else "Pass an optimizer, or optax.chain(...) of several transformations."
+        )
+        raise TypeError(
+            "inner must be an optax.GradientTransformation (with init and update), got "
+            f"{inner!r}. {cure}"
+        )
+    if not isinstance(rule, rules.Rule):
+        raise TypeError(
+            f"rule must be a Rule, got {rule!r}. Call rules.dynamic() or "
+            "rules.static(128.0), or build one: rules.Rule(init, update)."
+        )
+    if not isinstance(check_updates, bool):
+        raise TypeError(f"check_updates must be True or False, got {check_updates!r}.")
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+    if any(isinstance(name, numbers.Number) for name in names):
+        raise TypeError(
+            f"axis_name must be the name of a mapped axis or a tuple of names, got "
+            f"{axis_name!r}. Leave it out unless you know that you need it."
+        )
+
+
+def check_state(state: LossScalingState, rule: rules.Rule) -> None:
+    if not isinstance(state, LossScalingState):
+        raise TypeError(
+            "state must be the LossScalingState that tx.init(params) gives, got "
+            f"{type(state).__name__}. Call state = tx.init(params) first, and restore a "
+            "checkpoint into that structure. The state of an optimizer that ran without "
+            "loss scaling goes under a new scaler by "
+            "tx.init(params)._replace(inner_state=old_state)."
+        )
+    _, expected = jax.eval_shape(rule.init)
+    found = jax.tree.structure(state.scaler.rule_state)
+    if found != jax.tree.structure(expected):  # type: ignore[operator]
+        raise TypeError(
+            "state must come from the init of this very transformation, got one whose "
+            f"rule_state is a {type(state.scaler.rule_state).__name__}, not a "
+            f"{type(expected).__name__}. Move a run from one wrapper to another by "
+            "tx.init(params)._replace(inner_state=old.inner_state)."
+        )
+
+
+def check_inner_state(
+    inner_state: optax.OptState,
+    inner: optax.GradientTransformation,
+    params: optax.Params | None,
+) -> None:
+    """Raises where the moments of half-precision parameters are in half precision."""
+    views = _views.widen(params)
+    if jax.tree.all(jax.tree.map(lambda view, p: view is p, views, params)):
+        return
+    expected = jax.eval_shape(inner.init, views)
+    if jax.tree.structure(expected) != jax.tree.structure(inner_state):  # type: ignore[operator]
+        return  # the optimizer itself knows better what is wrong
+    leaves, _ = jax.tree_util.tree_flatten_with_path(inner_state)
+    for (path, leaf), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
+        # Moments only: scalars are hyperparameters, which users set as they like.
+        if jnp.ndim(leaf) and leaf.dtype != wanted.dtype:
+            raise TypeError(
+                f"state.inner_state{jax.tree_util.keystr(path)} must be {wanted.dtype}, "
+                f"got {leaf.dtype}: the optimizer works on float32 views of "
+                "half-precision parameters. Cast a state from elsewhere: jax.tree.map("
+                "lambda old, new: old.astype(new.dtype), old_state, "
+                "tx.init(params).inner_state)."
+            )
+
+
+def checked_value(value: object) -> jax.Array:
+    """``value=`` as an array, if it can be a loss."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
+        raise TypeError(
+            f"value must be the true loss, a scalar, got {type(value).__name__}. Without "
+            "auxiliary data: value=loss."
+        )
+    if jnp.shape(value) != ():
+        raise ValueError(
+            f"value must be the true loss, a scalar of shape (), got shape "
+            f"{jnp.shape(value)}. Reduce it, e.g. with jnp.mean."
+        )
+    return jnp.asarray(value)

@@ -1,0 +1,93 @@
+"""Retries: the gradient of one batch again, at a lower scale, until it is finite."""
+
+import numbers
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from . import _types, _views, rules
+from ._finite import agree, all_finite
+from ._scaler import ScalerState
+
+INT32_MAX = jnp.iinfo(jnp.int32).max
+Output = tuple[tuple[jax.Array, object], optax.Updates]  # ((loss, aux), scaled grads)
+
+
+def with_retries(
+    attempt: Callable[[ScalerState], Output], scaler: ScalerState, max_retries: int
+) -> tuple[Output, ScalerState]:
+    """Halves the scale up to ``max_retries`` times, while the loss alone is finite.
+
+    Returns:
+      The output of the last attempt, with gradients as if S itself had scaled them, in
+      at least float32; and the scaler with the retries counted.
+    """
+    if isinstance(scaler.rule_state, rules.NoScalingState):
+        return attempt(scaler), scaler
+    if not isinstance(scaler.rule_state, rules.RetryingRuleState):
+        raise TypeError(
+            "max_retries needs a state that counts retries, got one whose rule state is a "
+            f"{type(scaler.rule_state).__name__}. Build the optimizer with "
+            "loss_scaling(optimizer, rules.retrying(rules.dynamic()))."
+        )
+
+    def try_at(halvings: jax.Array) -> tuple[jax.Array, jax.Array, Output]:
+        loss_scale = jnp.ldexp(scaler.loss_scale, -halvings)
+        (loss, aux), grads = attempt(scaler._replace(loss_scale=loss_scale))
+        # A power of two is exact, and in float32 there is room for it.
+        grads = _views.unscale(
+            grads,
+            jnp.ldexp(jnp.ones_like(loss_scale), -halvings),
+            _views.wide_dtypes(grads),
+        )
+        flags = [all_finite(grads), all_finite(loss)]
+        grads_finite, loss_finite = agree(flags, scaler.loss_scale, None)
+        return grads_finite, loss_finite, ((loss, aux), grads)
+
+    def overflowed(carry: tuple[jax.Array, jax.Array, jax.Array, Output]) -> jax.Array:
+        attempts, grads_finite, loss_finite, _ = carry
+        # No scale makes a loss finite, and below the smallest scale float32 gives up.
+        is_left = jnp.ldexp(scaler.loss_scale, -attempts) >= rules.SMALLEST_SCALE
+        again = loss_finite & ~grads_finite & (attempts <= max_retries) & is_left
+        return (attempts == 0) | again
+
+    def body(
+        carry: tuple[jax.Array, jax.Array, jax.Array, Output],
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Output]:
+        attempts, *_ = carry
+        return (attempts + 1, *try_at(attempts))
+
+    # The first attempt is in the loop too, so that the program holds one backward pass.
+    attempts = jnp.zeros_like(scaler.loss_scale, jnp.int32)
+    outputs = jax.tree.map(_types.zeros, jax.eval_shape(try_at, attempts))
+    attempts, grads_finite, _, output = lax.while_loop(
+        overflowed, body, (attempts, *outputs)
+    )
+    retries = attempts - 1
+    rule_state = scaler.rule_state
+    rule_state = rule_state._replace(
+        # Where no retry helped, it was not the scale: the step is skipped as ever.
+        unheard_retries=rule_state.unheard_retries
+        + jnp.where(grads_finite, retries, 0),
+        total_retries=rule_state.total_retries
+        + jnp.minimum(retries, INT32_MAX - rule_state.total_retries),
+    )
+    return output, scaler._replace(rule_state=rule_state)
+
+
+def check_max_retries(max_retries: int | None) -> None:
+    if max_retries is None:
+        return
+    if isinstance(max_retries, bool) or not isinstance(max_retries, numbers.Integral):
+        raise TypeError(
+            "max_retries must be a whole number of at least 0, or None, got "
+            f"{max_retries!r}."
+        )
+    if max_retries < 0:
+        raise ValueError(
+            f"max_retries must be at least 0, or None, got {max_retries}. None returns "
+            "(loss, grads) without the state."
+        )

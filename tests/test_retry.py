@@ -1,0 +1,354 @@
+"""Retries: a batch that overflows is computed again at a lower scale, in the same step."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import optax_dls as dls
+
+RETRIES = 20
+START = 2.0**15
+
+
+def make(optimizer=None, **settings):
+    settings = {"init_scale": START, "growth_interval": 3, **settings}
+    rule = dls.rules.retrying(dls.rules.dynamic(**settings))
+    return dls.loss_scaling(optimizer or optax.sgd(1.0), rule)
+
+
+def loss_fn(w, x):
+    """Its gradient is x, in float16: finite up to a scale of 65504 / x."""
+    return jnp.sum((w.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32))
+
+
+def step(tx, max_retries, w, state, x):
+    grad_fn = dls.value_and_scaled_grad(loss_fn, max_retries=max_retries)
+    loss, grads, state = grad_fn(w, x, state=state)
+    updates, state = tx.update(grads, state, w)
+    return optax.apply_updates(w, updates), state, loss
+
+
+def one_step(x, max_retries=RETRIES, **settings):
+    tx = make(**settings)
+    w = jnp.zeros_like(x)
+    return step(tx, max_retries, w, tx.init(w), x)
+
+
+def seen(state):
+    scaler = state.scaler
+    return (
+        float(scaler.loss_scale),
+        int(scaler.total_skips),
+        int(scaler.rule_state.total_retries),
+    )
+
+
+def test_the_batch_is_applied_and_the_scale_backs_off():
+    w, state, _ = one_step(jnp.array([1.0, 8.0]))
+    np.testing.assert_array_equal(w, [-1.0, -8.0])
+    assert seen(state) == (2.0**12, 0, 3)
+    assert int(state.scaler.rule_state.unheard_retries) == 0
+
+
+def test_the_scale_moves_as_if_each_attempt_had_been_a_step():
+    """The same batches without retries, each one repeated until it is applied."""
+    rng = np.random.default_rng(0)
+    batches = [jnp.float32(2.0**e) for e in rng.integers(-8, 9, 60)]
+    sgd = optax.sgd(2.0**-10)  # so slow that the loss itself stays finite
+    tx, plain = make(sgd), dls.dynamic_loss_scaling(sgd, growth_interval=3)
+    retried = jax.jit(functools.partial(step, tx, RETRIES))
+
+    @jax.jit
+    def attempt(w, state, x):
+        _, grads = dls.value_and_scaled_grad(loss_fn)(w, x, state=state)
+        updates, state = plain.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w, state = jnp.float32(0), tx.init(jnp.float32(0))
+    w_plain, state_plain = jnp.float32(0), plain.init(jnp.float32(0))
+    for x in batches:
+        w, state, _ = retried(w, state, x)
+        w_plain, state_plain = attempt(w_plain, state_plain, x)
+        while state_plain.scaler.consecutive_skips > 0:
+            w_plain, state_plain = attempt(w_plain, state_plain, x)
+        assert w == w_plain
+        assert state.scaler.rule_state.rule_state == state_plain.scaler.rule_state
+        assert dls.loss_scale(state) == dls.loss_scale(state_plain)
+    assert w == -(2.0**-10) * sum(batches)
+    assert seen(state)[1:] == (0, int(state_plain.scaler.total_skips))
+    assert seen(state)[2] > 10
+
+
+@pytest.mark.parametrize(("max_retries", "applied"), [(0, 0), (2, 0), (3, 1)])
+def test_at_most_k_retries_and_then_an_ordinary_skip(max_retries, applied):
+    """An overflow that no retry mends backs off once: it may not be the scale's fault."""
+    w, state, _ = one_step(jnp.float32(8.0), max_retries)
+    assert float(w) == -8.0 * applied
+    assert seen(state) == (2.0**12 if applied else START / 2, 1 - applied, max_retries)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_stays_costs_one_backoff(bad):
+    """A finite loss of which the gradient is bad at any scale."""
+
+    @jax.custom_jvp
+    def zero(w):
+        return 0.0 * w
+
+    zero.defjvp(lambda primals, tangents: (zero(*primals), bad * tangents[0]))
+    tx = make()
+    w = jnp.float32(1.0)
+    state = tx.init(w)
+    grad_fn = dls.value_and_scaled_grad(zero, max_retries=5)
+    for n in range(1, 4):
+        loss, grads, state = grad_fn(w, state=state)
+        updates, state = tx.update(grads, state, w)
+        assert (float(loss), float(updates)) == (0.0, 0.0)
+        assert seen(state) == (START / 2**n, n, 5 * n)
+
+
+def test_a_loss_that_is_not_finite_is_not_retried():
+    """No scale helps there; with value=, as ever, the scale does not even back off."""
+    tx = make()
+    w = jnp.float32(1.0)
+    grad_fn = dls.value_and_scaled_grad(lambda w: w * jnp.nan, max_retries=5)
+    loss, grads, state = grad_fn(w, state=tx.init(w))
+    _, without = tx.update(grads, state, w)
+    assert seen(without) == (START / 2, 1, 0)
+    _, told = tx.update(grads, state, w, value=loss)
+    assert seen(told) == (START, 1, 0)
+
+
+def test_the_old_state_unscales_as_well():
+    """Only counters are new, so mixing the two up cannot spoil a gradient."""
+    tx = make()
+    w = jnp.float32(0)
+    old = tx.init(w)
+    grad_fn = dls.value_and_scaled_grad(loss_fn, max_retries=RETRIES)
+    _, grads, new = grad_fn(w, jnp.float32(64.0), state=old)
+    assert grads == 64.0 * START
+    assert dls.loss_scale(new) == dls.loss_scale(old)
+    assert dls.unscale(grads, new) == dls.unscale(grads, old) == 64.0
+    updates, state = tx.update(grads, old, w)
+    assert (float(updates), *seen(state)) == (-64.0, START, 0, 0)
+
+
+def test_retries_end_where_float32_does():
+    tx = make(init_scale=2.0**-98, min_scale=2.0**-100)
+    w = jnp.float32(1.0)
+    grad_fn = dls.value_and_scaled_grad(lambda w: jnp.sqrt(w - 1.0), max_retries=50)
+    *_, state = grad_fn(w, state=tx.init(w))  # the gradient of sqrt at 0 is inf
+    assert seen(state) == (2.0**-98, 0, 2)
+
+
+def test_any_rule_hears_of_the_retries():
+    rule = dls.rules.retrying(dls.rules.static(START))
+    tx = dls.loss_scaling(optax.sgd(1.0), rule)
+    w = jnp.float32(0)
+    w, state, _ = step(tx, RETRIES, w, tx.init(w), jnp.float32(64.0))
+    assert (float(w), *seen(state)) == (-64.0, START, 0, 6)
+    w, state, _ = one_step(jnp.float32(64.0), backoff_factor=0.25)
+    assert seen(state) == (START / 4**6, 0, 6)
+
+
+def test_without_loss_scaling_the_same_step_retries_nothing():
+    tx = dls.no_loss_scaling(optax.sgd(1.0))
+    x = jnp.float32(3.0)
+    run = functools.partial(step, tx, RETRIES)
+    w, _, _ = run(x, tx.init(x), x)
+    assert float(w) == 0.0
+    assert "while" not in str(jax.make_jaxpr(run)(x, tx.init(x), x))
+    none = dls.rules.none()
+    assert dls.rules.retrying(none) is none
+
+
+def test_the_program_holds_one_backward_pass():
+    """And no more than that: the first attempt and the retries share it."""
+
+    def program(max_retries):
+        tx = make()
+        w = jnp.ones((4, 4))
+
+        def run(state):
+            def loss_fn(w):
+                return jnp.sum(jnp.tanh(w @ w))
+
+            return dls.value_and_scaled_grad(loss_fn, max_retries=max_retries)(
+                w, state=state
+            )
+
+        return str(jax.make_jaxpr(run)(tx.init(w)))
+
+    assert program(3).count("dot_general[") == program(None).count("dot_general[") == 3
+
+
+def test_the_types_of_the_state_are_stable_through_scan_and_donation():
+    tx = make(optax.sgd(0.1, momentum=0.9))
+    w = jnp.zeros(2)
+    xs = jnp.array([[1.0, 2.0], [64.0, 1.0], [1.0, 1.0]])
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def run(w, state):
+        def body(carry, x):
+            w, state, loss = step(tx, RETRIES, *carry, x)
+            return (w, state), loss
+
+        return lax.scan(body, (w, state), xs)
+
+    state = tx.init(w)
+    before = jax.tree.map(jax.typeof, state)
+    (w, state), _ = run(w, state)
+    (w, state), _ = run(w, state)
+    assert run._cache_size() == 1
+    assert jax.tree.map(jax.typeof, state) == before
+    assert seen(state) == (2.0**9, 0, 7)
+
+
+def test_half_precision_gradients_come_back_in_float32():
+    """Times S they need not fit into float16; optax.apply_updates casts back."""
+    tx = make()
+    w = jnp.zeros(1, jnp.float16)
+    _, grads, state = dls.value_and_scaled_grad(loss_fn, max_retries=RETRIES)(
+        w, jnp.full(1, 64.0, jnp.float16), state=tx.init(w)
+    )
+    assert grads.dtype == jnp.float32
+    updates, _ = tx.update(grads, state, w)
+    assert updates.tolist() == [-64.0]
+
+
+def test_aux_and_keys_come_out_of_the_loop():
+    tx = make()
+    w = jnp.zeros(1)
+
+    def with_aux(w, key):
+        return loss_fn(w, 64.0 + w), {"key": key, "weights": w}
+
+    (loss, aux), grads, _ = dls.value_and_scaled_grad(
+        with_aux, has_aux=True, max_retries=RETRIES
+    )(w, jax.random.key(3), state=tx.init(w))
+    assert jnp.array_equal(
+        jax.random.key_data(aux["key"]), jax.random.key_data(jax.random.key(3))
+    )
+    assert (float(loss), float(grads[0])) == (0.0, 64.0 * START)
+
+
+def test_members_of_a_population_retry_alone():
+    tx = make()
+    ws, xs = jnp.zeros(3), jnp.array([1.0, 8.0, 64.0])
+    states = jax.vmap(tx.init)(ws)
+    ws, states, _ = jax.vmap(functools.partial(step, tx, RETRIES))(ws, states, xs)
+    assert ws.tolist() == [-1.0, -8.0, -64.0]
+    assert dls.loss_scale(states).tolist() == [2.0**15, 2.0**12, 2.0**9]
+    assert optax.tree.get(states, "total_retries").tolist() == [0, 3, 6]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_that_share_a_scaler_retry_together(check_vma):
+    tx = make()
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("d"), P(), P("d")),
+        out_specs=(P("d"), P()),
+        check_vma=check_vma,
+    )
+    def sharded_step(w, state, x):
+        w, state, _ = step(tx, RETRIES, w, state, x)
+        return w, state
+
+    w = jnp.zeros(4)
+    w, state = sharded_step(w, tx.init(w), jnp.array([1.0, 8.0, 1.0, 1.0]))
+    assert w.tolist() == [-1.0, -8.0, -1.0, -1.0]
+    assert seen(state) == (2.0**12, 0, 3)
+    for value in jax.tree.leaves(state.scaler):
+        assert len({float(shard.data) for shard in value.addressable_shards}) == 1
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.chain(optax.identity(), tx),
+        lambda tx: optax.named_chain(("main", tx)),
+    ],
+)
+def test_the_scaler_is_found_and_put_back_anywhere_in_a_state(wrap):
+    tx = wrap(make())
+    w = jnp.zeros(())
+    w, state, _ = step(tx, RETRIES, w, tx.init(w), jnp.float32(8.0))
+    assert float(w) == -8.0
+    assert dls.loss_scale(state) == 2.0**12
+
+
+@pytest.mark.standard_promotion
+def test_linen_goes_on_with_the_train_state_that_comes_back():
+    model = nn.Dense(1, dtype=jnp.float16)
+    x = jnp.full((2, 3), 8.0)
+    params = model.init(jax.random.key(0), x)
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=make())
+
+    def loss_fn(params):
+        return jnp.sum(state.apply_fn(params, x).astype(jnp.float32))
+
+    grad_fn = dls.value_and_scaled_grad(loss_fn, max_retries=RETRIES)
+    _, grads, state = grad_fn(state.params, state=state)
+    new = state.apply_gradients(grads=grads)
+    change = new.params["params"]["kernel"] - params["params"]["kernel"]
+    np.testing.assert_allclose(change, np.full((3, 1), -16.0))
+    assert dls.metrics(new)["total_skips"] == 0
+    assert optax.tree.get(new.opt_state, "total_retries") == 4
+
+
+@pytest.mark.standard_promotion
+def test_nnx_takes_the_counters_over_with_nnx_update():
+    model = nnx.Linear(3, 1, dtype=jnp.float16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, make(), wrt=nnx.Param)
+    x = jnp.full((2, 3), 8.0)
+    before = jnp.copy(model.kernel[...])
+
+    @nnx.jit
+    def train_step(model, optimizer):
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss_fn(params):  # pure: NNX cannot differentiate a module inside a loop
+            return jnp.sum(nnx.merge(graphdef, params, rest)(x).astype(jnp.float32))
+
+        _, grads, retried = dls.value_and_scaled_grad(loss_fn, max_retries=RETRIES)(
+            params, state=optimizer
+        )
+        nnx.update(optimizer, nnx.state(retried))
+        optimizer.update(model, grads)
+
+    train_step(model, optimizer)
+    np.testing.assert_allclose(model.kernel[...] - before, np.full((3, 1), -16.0))
+    assert dls.loss_scale(optimizer) == 2.0**11
+
+
+class TestErrors:
+    def test_a_rule_that_counts_no_retries(self):
+        tx = dls.dynamic_loss_scaling(optax.sgd(1.0))
+        with pytest.raises(TypeError, match="max_retries needs.*rules.retrying"):
+            step(tx, 3, W, tx.init(W), W)
+
+    @pytest.mark.parametrize("max_retries", [True, 1.5, "3"])
+    def test_a_number_of_the_wrong_kind(self, max_retries):
+        with pytest.raises(TypeError, match="max_retries must be a whole number"):
+            dls.value_and_scaled_grad(loss_fn, max_retries=max_retries)
+
+    def test_a_negative_number(self):
+        with pytest.raises(ValueError, match="at least 0, or None, got -1"):
+            dls.value_and_scaled_grad(loss_fn, max_retries=-1)
+
+
+W = jnp.ones(1)
