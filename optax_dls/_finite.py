@@ -75,7 +75,8 @@ def agree(
                 f"vary over the mesh axes {sorted(map(str, shared))} while the loss scale "
                 "does not: devices with one scale cannot decide apart. Leave axis_name "
                 "out, or give each device its own scaler (init outside shard_map and "
-                "pass the state in sharded, or jax.lax.pcast it to varying)."
+                "pass the state in sharded, or jax.lax.pcast it to varying, jax.lax.pvary in "
+                "JAX 0.8)."
             )
         return list(flags)
 

@@ -47,11 +47,12 @@ def keep(
         if apart:
             names = ", ".join(map(repr, apart))
             raise ValueError(
-                f"{source} made state{jax.tree_util.keystr(path)} vary over the mesh axes "
-                f"{apart}, over which it was one value. Average the gradients before "
+                f"{source} made its state{jax.tree_util.keystr(path)} vary over the mesh "
+                f"axes {apart}, over which it was one value. Average the gradients before "
                 f"tx.update, grads = jax.lax.pmean(grads, ({names},)), or, for a model per "
                 "device, give each a state of its own: initialise it outside shard_map and "
-                f"pass it in sharded, or jax.lax.pcast(state, ({names},), to='varying')."
+                f"pass it in sharded, or jax.lax.pcast(state, ({names},), to='varying') "
+                "(jax.lax.pvary in JAX 0.8)."
             )
         if array.dtype != old_leaf.dtype:
             array = array.astype(old_leaf.dtype)

@@ -443,7 +443,7 @@ def test_a_forgotten_mean_is_named():
         in_specs=(P("d"), P()),
         out_specs=P("d"),
     )
-    message = r"inner.update made state\[0\]\.mu vary over the mesh axes \['d'\].*"
+    message = r"inner.update made its state\[0\]\.mu vary over the mesh axes \['d'\].*"
     with pytest.raises(ValueError, match=message + r"jax.lax.pmean\(grads, \('d',\)\)"):
         step(GRADS, adam.init(GRADS[:1]))
 
