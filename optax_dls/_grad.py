@@ -136,7 +136,8 @@ def value_and_scaled_grad(
         ``loss_scaling(optimizer, rules.retrying(rules.dynamic()))``. Off by default,
         since a lost batch in two thousand costs less than a second read of every
         gradient. A NaN that stays, and a loss that is not finite, lead to an ordinary
-        skip with one backoff.
+        skip with one backoff; so does a scale that is more than ``2**max_retries`` times
+        too high.
 
     Returns:
       A function of the arguments of ``fun`` and of ``state=``, the optimizer state (or
