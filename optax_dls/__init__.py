@@ -3,10 +3,19 @@
 from importlib.metadata import version as _version
 
 from . import rules as rules
+from ._diagnose import Finding as Finding
+from ._diagnose import diagnose as diagnose
+from ._find_scale import ScaleSearch as ScaleSearch
+from ._find_scale import find_scale as find_scale
 from ._finite import all_finite as all_finite
 from ._grad import scale_loss as scale_loss
 from ._grad import unscale as unscale
 from ._grad import value_and_scaled_grad as value_and_scaled_grad
+from ._history import History as History
+from ._locate import Nonfinite as Nonfinite
+from ._locate import locate_nonfinite as locate_nonfinite
+from ._report import GradientReport as GradientReport
+from ._report import gradient_report as gradient_report
 from ._scaler import LossScalingState as LossScalingState
 from ._scaler import ScalerState as ScalerState
 from ._state import LossScaleStalledError as LossScaleStalledError
@@ -23,11 +32,20 @@ from ._transform import static_loss_scaling as static_loss_scaling
 __version__ = _version("optax-dls")
 
 __all__ = (
+    "Finding",
+    "GradientReport",
+    "History",
     "LossScaleStalledError",
     "LossScalingState",
+    "Nonfinite",
+    "ScaleSearch",
     "ScalerState",
     "all_finite",
+    "diagnose",
     "dynamic_loss_scaling",
+    "find_scale",
+    "gradient_report",
+    "locate_nonfinite",
     "loss_scale",
     "loss_scaling",
     "metrics",

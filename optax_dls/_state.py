@@ -1,7 +1,8 @@
 """The scaler inside any training state: read it, log it, act on a skip."""
 
 import numbers
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,11 @@ import optax
 from jax.typing import ArrayLike
 
 from . import rules
+from ._diagnose import diagnose
 from ._scaler import LossScalingState, ScalerState, holds_scaler
+
+if TYPE_CHECKING:
+    from ._history import History
 
 Tree = TypeVar("Tree")
 
@@ -274,7 +279,11 @@ def rollback_if_skipped(state: object, new: Tree, old: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(select, new, old)
 
 
-def raise_if_stalled(state: object, max_consecutive_skips: int = 100) -> None:
+def raise_if_stalled(
+    state: object,
+    max_consecutive_skips: int = 100,
+    history: "History | Mapping[str, np.ndarray] | None" = None,
+) -> None:
     """Raises once more steps in a row were skipped than scaling explains.
 
     Call it on the host, outside ``jit``, as often as you log: it waits for the
@@ -285,6 +294,8 @@ def raise_if_stalled(state: object, max_consecutive_skips: int = 100) -> None:
       max_consecutive_skips: how many are fine, at least 0. From the default start of
         2**15 down to the default floor of 2**-14 takes 29; 100 leaves room for a
         start from 2**32 and a burst of bad batches.
+      history: of this run, if there is one: the error then has what :func:`diagnose`
+        makes of it.
 
     Raises:
       LossScaleStalledError: ``consecutive_skips`` (of any member) is above the limit.
@@ -325,6 +336,7 @@ def raise_if_stalled(state: object, max_consecutive_skips: int = 100) -> None:
     skips = int(np.max(scaler.consecutive_skips))
     if skips > max_consecutive_skips:
         finite = bool(np.all(scaler.grads_finite))
+        findings = [] if history is None else diagnose(history)
         raise LossScaleStalledError(
             f"The last {skips} steps were all skipped (limit {max_consecutive_skips}, "
             f"total_skips={int(np.max(scaler.total_skips))}); the loss scale is now "
@@ -337,4 +349,5 @@ def raise_if_stalled(state: object, max_consecutive_skips: int = 100) -> None:
             )
             + " Look for NaN or inf in the batch, a learning rate that made the "
             "parameters diverge, or an operation whose forward pass overflows in float16."
+            + "".join(f"\n{finding}" for finding in findings)
         )

@@ -739,7 +739,7 @@ class TestJit:
                     x = jax.nn.gelu(x.astype(dtype) @ w.astype(dtype))
                 logits = (x @ params[-1].astype(dtype)).astype(jnp.float32)
                 loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-                return jnp.mean(loss) * 2.0**-16
+                return jnp.mean(loss) * 2.0**-20
 
             def step(carry, _):
                 params, state = carry
@@ -751,9 +751,9 @@ class TestJit:
 
             run = jax.jit(lambda carry: jax.lax.scan(step, carry, length=200))
             _, losses = run((params, tx.init(params)))
-            return float(losses[-1]) * 2**16
+            return float(losses[-1]) * 2**20
 
-        sgd = optax.sgd(0.5 * 2.0**16)
+        sgd = optax.sgd(0.5 * 2.0**20)
         full = final_loss(dls.no_loss_scaling(sgd), jnp.float32)
         scaled = final_loss(dls.dynamic_loss_scaling(sgd), jnp.float16)
         half = final_loss(dls.no_loss_scaling(sgd), jnp.float16)

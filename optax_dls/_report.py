@@ -1,0 +1,197 @@
+"""What the gradients hold: which leaf is not finite, and what a dtype loses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike, DTypeLike
+
+from . import _views
+from ._state import loss_scale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GradientReport:
+    """Counts for every leaf of a gradient; a pytree, so ``jit`` and ``scan`` return it.
+
+    Attributes:
+      paths: of the inexact leaves, in the order of the tree.
+      entries: of each leaf.
+      dtype: the name of the dtype that is asked about.
+      loss_scale: that the gradients were scaled by; shape (), float32.
+      nan: entries that are NaN; like all counts of shape (leaves,) and dtype int32.
+      positive_inf: entries that are inf.
+      negative_inf: entries that are -inf.
+      zero: entries that are exactly zero. In a float16 backward pass what underflowed
+        on the way is among them.
+      flushed_unscaled: further entries that ``dtype`` would round to zero without scaling.
+      flushed: further entries that it rounds to zero at ``loss_scale``.
+      subnormal: entries that it holds at ``loss_scale``, but with fewer digits.
+      largest: the largest finite magnitude of the true gradient; 0 if there is none;
+        shape (leaves,), float32.
+      smallest: the smallest one above zero; inf if there is none.
+    """
+
+    paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    entries: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+    loss_scale: jax.Array
+    nan: jax.Array
+    positive_inf: jax.Array
+    negative_inf: jax.Array
+    zero: jax.Array
+    flushed_unscaled: jax.Array
+    flushed: jax.Array
+    subnormal: jax.Array
+    largest: jax.Array
+    smallest: jax.Array
+
+    def nonfinite(self) -> np.ndarray:
+        """Entries of each leaf that are NaN or infinite, on the host."""
+        return self._host(self.nan + self.positive_inf + self.negative_inf)
+
+    def first_nonfinite(self) -> str | None:
+        """The path of the first leaf that is not finite, or None."""
+        bad = np.flatnonzero(self.nonfinite())
+        return self.paths[bad[0]] if bad.size else None
+
+    def underflow_share(self, *, scaled: bool = True) -> float:
+        """The share of the entries above zero that the dtype rounds to zero.
+
+        Args:
+          scaled: at ``loss_scale``, or without scaling.
+        """
+        flushed = self._host(self.flushed if scaled else self.flushed_unscaled)
+        left = sum(self.entries) - int(np.sum(self._host(self.zero)))
+        return float(np.sum(flushed)) / left if left else 0.0
+
+    def __str__(self) -> str:
+        """A table, the worst leaf first: not finite, then by what is flushed."""
+        share = self._host(self.flushed) / np.maximum(self.entries, 1)
+        order = np.lexsort((-share, -self.nonfinite()))
+        width = max([len(path) for path in self.paths] + [4])
+        names = ("nan", "inf", "-inf", "zero", "flushed", "(at 1)", "subnorm")
+        lines = [
+            f"scale {float(self.loss_scale):g}, {self.dtype}; magnitudes are unscaled",
+            f"{'leaf':{width}} {'entries':>9} "
+            + " ".join(f"{name:>7}" for name in names)
+            + f" {'largest':>9} {'smallest':>9}",
+        ]
+        for i in order:
+            n = max(self.entries[i], 1)
+            shares = (self.zero, self.flushed, self.flushed_unscaled, self.subnormal)
+            lines.append(
+                f"{self.paths[i]:{width}} {self.entries[i]:9d} {int(self.nan[i]):7d} "
+                f"{int(self.positive_inf[i]):7d} {int(self.negative_inf[i]):7d} "
+                + " ".join(f"{int(count[i]) / n:7.1%}" for count in shares)
+                + f" {float(self.largest[i]):9.1e} {float(self.smallest[i]):9.1e}"
+            )
+        return "\n".join(lines)
+
+    def _host(self, counts: jax.Array) -> np.ndarray:
+        if counts.ndim != 1:
+            raise ValueError(
+                f"This holds the reports of several steps, of shape {counts.shape[:-1]}. "
+                "Look at one: jax.tree.map(lambda x: x[-1], report)."
+            )
+        return np.asarray(counts)
+
+
+def gradient_report(
+    grads: optax.Updates, state: object = None, dtype: DTypeLike = jnp.float16
+) -> GradientReport:
+    """Counts what is not finite and what ``dtype`` would lose, leaf by leaf.
+
+    Works inside ``jit``, ``scan`` and ``vmap`` and on sharded gradients. It reads every
+    gradient once more: call it when you want to know, not on every step.
+
+    Args:
+      grads: the gradients of a scaled loss, or true ones if ``state`` is None. None,
+        integer and float0 leaves are left out.
+      state: the state whose scale multiplied the loss, i.e. from *before*
+        ``tx.update``, or anything that holds exactly one scaler.
+      dtype: whose range is asked about.
+
+    Returns:
+      A :class:`GradientReport`. ``print`` it, or ask ``first_nonfinite()`` and
+      ``underflow_share()``.
+
+    Raises:
+      TypeError: ``dtype`` is not a real floating-point one.
+      TypeError, ValueError: as :func:`scaler_state`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_dls as dls
+      >>> state = dls.static_loss_scaling(optax.sgd(0.1), 1024.0).init(jnp.zeros(3))
+      >>> grads = {"w": jnp.array([1e-6, 1e-3, 1024.0]), "b": jnp.array([jnp.nan])}
+      >>> report = dls.gradient_report(grads, state)
+      >>> report.first_nonfinite(), int(report.subnormal[1]), float(report.largest[1])
+      ("['b']", 1, 1.0)
+
+    References:
+      Micikevicius et al., `Mixed Precision Training
+      <https://arxiv.org/abs/1710.03740>`_, 2018, section 3.2
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"dtype must be a real floating-point dtype such as jnp.float16, got {dtype!r}."
+        )
+    scale = jnp.float32(1) if state is None else loss_scale(state)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(grads)
+    leaves = [(path, leaf) for path, leaf in leaves if _views.is_inexact(leaf)]
+    columns = [_leaf_counts(leaf, scale, dtype) for _, leaf in leaves]
+    counts = {name: [column[name] for column in columns] for name in _leaf_fields()}
+    return GradientReport(
+        paths=tuple(jax.tree_util.keystr(path) for path, _ in leaves),
+        entries=tuple(int(np.size(leaf)) for _, leaf in leaves),
+        dtype=jnp.dtype(dtype).name,
+        loss_scale=scale,
+        **{
+            name: jnp.stack(values) if values else jnp.zeros(0, jnp.int32)
+            for name, values in counts.items()
+        },
+    )
+
+
+def _leaf_fields() -> list[str]:
+    return [field.name for field in dataclasses.fields(GradientReport)][4:]
+
+
+def _leaf_counts(
+    leaf: ArrayLike, scale: jax.Array, dtype: DTypeLike
+) -> dict[str, jax.Array]:
+    info = jnp.finfo(dtype)
+    leaf = jnp.asarray(leaf)
+    if jnp.iscomplexobj(leaf):  # entries are complex, parts are what overflows
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    scaled = leaf.astype(_views.wide_dtype(leaf.dtype))
+    true = scaled * (1 / scale).astype(scaled.dtype)
+    magnitude, finite = jnp.abs(true), jnp.isfinite(true)
+    # Half of the smallest subnormal number still rounds to even, that is to zero.
+    half = jnp.asarray(float(info.smallest_subnormal) / 2, scaled.dtype)
+    tiny = jnp.asarray(float(info.tiny), scaled.dtype)
+    nonzero = finite & (scaled != 0)
+
+    def count(mask: jax.Array) -> jax.Array:
+        return jnp.sum(mask, dtype=jnp.int32)
+
+    return {
+        "nan": count(jnp.isnan(true)),
+        "positive_inf": count(true == jnp.inf),
+        "negative_inf": count(true == -jnp.inf),
+        "zero": count(scaled == 0),
+        "flushed_unscaled": count(nonzero & (magnitude <= half)),
+        "flushed": count(nonzero & (jnp.abs(scaled) <= half)),
+        "subnormal": count(
+            nonzero & (jnp.abs(scaled) > half) & (jnp.abs(scaled) < tiny)
+        ),
+        "largest": jnp.max(magnitude, initial=0, where=finite).astype(jnp.float32),
+        "smallest": jnp.min(magnitude, initial=jnp.inf, where=nonzero).astype(
+            jnp.float32
+        ),
+    }

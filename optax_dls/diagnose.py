@@ -1,0 +1,53 @@
+"""The command: python -m optax_dls.diagnose run.jsonl."""
+
+import argparse
+from pathlib import Path
+
+import optax_dls as dls
+
+if __name__ != "__main__":  # imported, it would take the place of the function
+    raise ImportError(
+        "optax_dls.diagnose is a command, python -m optax_dls.diagnose run.jsonl. The "
+        "function of that name comes with import optax_dls as dls: dls.diagnose(history)."
+    )
+
+
+def main() -> int:
+    """Prints what is wrong with a run, and draws it; 1 if something is."""
+    parser = argparse.ArgumentParser(
+        prog="python -m optax_dls.diagnose",
+        description="Says what is wrong with a run that History.save recorded.",
+    )
+    parser.add_argument("run", type=Path, help="the file of History.save")
+    parser.add_argument("--out", type=Path, help="the picture; by default beside it")
+    parser.add_argument("--growth-interval", type=int, default=2000)
+    parser.add_argument("--min-scale", type=float, default=2.0**-14)
+    parser.add_argument("--max-scale", type=float, default=2.0**32)
+    arguments = parser.parse_args()
+    if not arguments.run.is_file():
+        parser.error(f"there is no file {arguments.run}")
+    history = dls.History.load(arguments.run)
+    if not len(history):
+        parser.error(f"{arguments.run} holds no record")
+    findings = dls.diagnose(
+        history,
+        growth_interval=arguments.growth_interval,
+        min_scale=arguments.min_scale,
+        max_scale=arguments.max_scale,
+    )
+    for finding in findings:
+        print(finding)
+    if not findings:
+        print(f"nothing is wrong in {len(history)} records")
+    try:
+        from optax_dls import plot
+    except ImportError as error:
+        print(f"no picture: {error}")
+    else:
+        out = arguments.out or arguments.run.with_suffix(".png")
+        plot.run(history).savefig(out)
+        print(f"picture: {out}")
+    return bool(findings)
+
+
+raise SystemExit(main())

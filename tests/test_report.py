@@ -1,0 +1,185 @@
+"""The gradient report: counts by leaf, and what float16 would lose."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_dls as dls
+
+
+def state_of(scale):
+    return dls.static_loss_scaling(optax.sgd(1.0), scale).init(jnp.zeros(()))
+
+
+GRADS = {
+    "a": jnp.array([0.0, 2.0**-24, 2.0**-25, 2.0**-15, 3.0]),
+    "b": jnp.array([jnp.nan, jnp.inf, -jnp.inf, -jnp.inf, -8.0], jnp.float16),
+}
+
+
+def counts(report):
+    return {
+        name: getattr(report, name).tolist()
+        for name in (
+            "nan",
+            "positive_inf",
+            "negative_inf",
+            "zero",
+            "flushed_unscaled",
+            "flushed",
+            "subnormal",
+        )
+    }
+
+
+def test_counts_by_leaf_without_a_scale():
+    report = dls.gradient_report(GRADS)
+    assert report.paths == ("['a']", "['b']")
+    assert report.entries == (5, 5)
+    assert counts(report) == {
+        "nan": [0, 1],
+        "positive_inf": [0, 1],
+        "negative_inf": [0, 2],
+        "zero": [1, 0],
+        "flushed_unscaled": [1, 0],  # 2**-25 is half way to zero, and rounds to even
+        "flushed": [1, 0],
+        "subnormal": [2, 0],
+    }
+    assert report.largest.tolist() == [3.0, 8.0]
+    assert report.smallest.tolist() == [2.0**-25, 8.0]
+
+
+def test_magnitudes_are_unscaled_and_flushing_is_told_with_and_without_the_scale():
+    grads = {"w": 2.0**4 * jnp.array([2.0**-27, 2.0**-20, 1.0])}
+    report = dls.gradient_report(grads, state_of(2.0**4))
+    assert report.largest.tolist() == [1.0]
+    assert report.smallest.tolist() == [2.0**-27]
+    assert counts(report)["flushed_unscaled"] == [1]
+    assert counts(report)["flushed"] == [0]
+    assert counts(report)["subnormal"] == [2]
+    assert report.underflow_share(scaled=False) == pytest.approx(1 / 3)
+    assert report.underflow_share() == 0.0
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(-38, 5), min_size=1, max_size=30),
+    st.integers(-4, 20),
+    st.sampled_from(["float16", "bfloat16"]),
+)
+def test_what_is_flushed_is_what_a_cast_makes_zero(exponents, log2_scale, dtype):
+    """And subnormal is what lies below the smallest normal number."""
+    true = np.exp2(np.array(exponents)).astype(np.float32)
+    scaled = jnp.asarray(true * np.float32(2.0**log2_scale))
+    report = dls.gradient_report([scaled], state_of(2.0**log2_scale), dtype)
+    with np.errstate(over="ignore"):  # what becomes inf is not asked about here
+        cast = np.asarray(scaled).astype(dtype).astype(np.float32)
+    assert int(report.flushed[0]) == np.sum(cast == 0)
+    bare = true.astype(dtype).astype(np.float32)
+    assert int(report.flushed_unscaled[0]) == np.sum(bare == 0)
+    tiny = float(jnp.finfo(dtype).tiny)
+    below = (np.asarray(scaled) < tiny) & (cast != 0)
+    assert int(report.subnormal[0]) == np.sum(below)
+
+
+def test_names_the_first_leaf_that_is_not_finite():
+    report = dls.gradient_report(GRADS)
+    assert report.first_nonfinite() == "['b']"
+    assert report.nonfinite().tolist() == [0, 4]
+    assert dls.gradient_report({"a": GRADS["a"]}).first_nonfinite() is None
+
+
+def test_prints_a_table_the_worst_leaf_first():
+    lines = str(dls.gradient_report(GRADS, state_of(1.0))).splitlines()
+    assert lines[0] == "scale 1, float16; magnitudes are unscaled"
+    assert [line.split()[0] for line in lines[1:]] == ["leaf", "['b']", "['a']"]
+    assert lines[3].split() == (
+        [
+            "['a']",
+            "5",
+            "0",
+            "0",
+            "0",
+            "20.0%",
+            "20.0%",
+            "20.0%",
+            "40.0%",
+            "3.0e+00",
+            "3.0e-08",
+        ]
+    )
+
+
+def test_leaves_that_are_no_numbers_are_left_out():
+    grads = {
+        "w": jnp.ones(2),
+        "none": None,
+        "integer": jnp.arange(3),
+        "float0": np.zeros(3, jax.dtypes.float0),
+        "empty": jnp.zeros((0,)),
+    }
+    report = dls.gradient_report(grads)
+    assert report.paths == ("['empty']", "['w']")
+    assert report.underflow_share() == 0.0
+    assert report.first_nonfinite() is None
+    assert dls.gradient_report({}).underflow_share() == 0.0
+    assert str(dls.gradient_report({})).count("\n") == 1
+
+
+def test_both_parts_of_a_complex_entry_count():
+    report = dls.gradient_report([jnp.array([1.0 + 1j * jnp.inf])])
+    assert int(report.positive_inf[0]) == 1
+
+
+def test_jit_scan_and_vmap_return_it():
+    grads = jnp.array([[1.0, 2.0], [jnp.inf, 1e-9], [0.0, 1.0]])
+    one = jax.jit(dls.gradient_report)(grads[1], state_of(1.0))
+    assert one.first_nonfinite() == ""
+    _, scanned = lax.scan(
+        lambda _, g: (None, dls.gradient_report({"w": g})), None, grads
+    )
+    mapped = jax.vmap(lambda g: dls.gradient_report({"w": g}))(grads)
+    for report in (scanned, mapped):
+        assert report.positive_inf.tolist() == [[0], [1], [0]]
+        with pytest.raises(ValueError, match="reports of several steps.*Look at one"):
+            report.first_nonfinite()
+        step = jax.tree.map(lambda x: x[1], report)
+        assert step.first_nonfinite() == "['w']"
+
+
+def test_sharded_gradients_give_the_same_counts():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    grads = {"w": jax.random.normal(jax.random.key(0), (64, 3)) * 1e-7}
+    grads["w"] = grads["w"].at[63, 0].set(jnp.nan)
+    sharded = jax.device_put(grads, NamedSharding(mesh, P("d")))
+    expected = dls.gradient_report(grads)
+    report = jax.jit(dls.gradient_report)(sharded)
+    assert counts(report) == counts(expected)
+    assert report.largest.tolist() == expected.largest.tolist()
+
+
+def test_a_step_that_does_not_ask_pays_nothing():
+    tx = dls.dynamic_loss_scaling(optax.sgd(1.0))
+    params = jnp.ones(4)
+
+    def step(grads, state):
+        dls.gradient_report(grads, state)  # not returned, so compiled away
+        return tx.update(grads, state, params)
+
+    def program(step):
+        lowered = jax.jit(step).lower(params, tx.init(params))
+        return lowered.compile().cost_analysis()["bytes accessed"]
+
+    assert program(step) == program(lambda g, s: tx.update(g, s, params))
+
+
+def test_a_dtype_that_is_none():
+    with pytest.raises(TypeError, match="dtype must be a real floating-point dtype"):
+        dls.gradient_report(GRADS, dtype=jnp.int32)
