@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _views
@@ -105,8 +106,9 @@ def gradient_report(
 ) -> GradientReport:
     """Counts what is not finite and what ``dtype`` would lose, leaf by leaf.
 
-    Works inside ``jit``, ``scan`` and ``vmap`` and on sharded gradients. It reads every
-    gradient once more: call it when you want to know, not on every step.
+    Works inside ``jit``, ``scan`` and ``vmap`` and on sharded gradients. On one device it
+    reads every gradient once; with several, XLA decides how often, and may need memory for
+    it. Call it when you want to know, not on every step.
 
     Args:
       grads: the gradients of a scaled loss, or true ones if ``state`` is None. None,
@@ -170,28 +172,63 @@ def _leaf_counts(
     if jnp.iscomplexobj(leaf):  # entries are complex, parts are what overflows
         leaf = jnp.stack([leaf.real, leaf.imag])
     scaled = leaf.astype(_views.wide_dtype(leaf.dtype))
-    true = scaled * (1 / scale).astype(scaled.dtype)
-    magnitude, finite = jnp.abs(true), jnp.isfinite(true)
+    scale = scale.astype(scaled.dtype)
+    magnitude = jnp.abs(scaled)
     # Half of the smallest subnormal number still rounds to even, that is to zero.
     half = jnp.asarray(float(info.smallest_subnormal) / 2, scaled.dtype)
     tiny = jnp.asarray(float(info.tiny), scaled.dtype)
-    nonzero = finite & (scaled != 0)
-
-    def count(mask: jax.Array) -> jax.Array:
-        return jnp.sum(mask, dtype=jnp.int32)
-
-    return {
-        "nan": count(jnp.isnan(true)),
-        "positive_inf": count(true == jnp.inf),
-        "negative_inf": count(true == -jnp.inf),
-        "zero": count(scaled == 0),
-        "flushed_unscaled": count(nonzero & (magnitude <= half)),
-        "flushed": count(nonzero & (jnp.abs(scaled) <= half)),
-        "subnormal": count(
-            nonzero & (jnp.abs(scaled) > half) & (jnp.abs(scaled) < tiny)
-        ),
-        "largest": jnp.max(magnitude, initial=0, where=finite).astype(jnp.float32),
-        "smallest": jnp.min(magnitude, initial=jnp.inf, where=nonzero).astype(
-            jnp.float32
-        ),
+    infinity = jnp.asarray(jnp.inf, scaled.dtype)
+    finite = magnitude < infinity
+    nonzero = finite & (magnitude > 0)
+    # Compared with bounds times S, not divided by S: so nothing is written out.
+    masks = {
+        "nan": jnp.isnan(scaled),
+        "positive_inf": scaled == infinity,
+        "negative_inf": scaled == -infinity,
+        "zero": magnitude == 0,
+        "flushed_unscaled": nonzero & (magnitude <= half * scale),
+        "flushed": nonzero & (magnitude <= half),
+        "subnormal": (magnitude > half) & (magnitude < tiny),
     }
+    ends = [jnp.where(finite, magnitude, 0), jnp.where(nonzero, magnitude, infinity)]
+    reduce = _in_one_pass if jax.device_count() == 1 else _each_by_itself
+    *counts, largest, smallest = reduce(
+        [mask.astype(jnp.int32) for mask in masks.values()], *ends
+    )
+    largest, smallest = (x / scale for x in (largest, smallest))
+    return {
+        **dict(zip(masks, counts, strict=True)),
+        "largest": largest.astype(jnp.float32),
+        "smallest": smallest.astype(jnp.float32),
+    }
+
+
+def _in_one_pass(
+    masks: list[jax.Array], largest: jax.Array, smallest: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Sums, a maximum and a minimum in one reduction, which reads every entry once."""
+    operands = (*masks, largest, smallest)
+    starts = [0] * len(masks) + [0, jnp.inf]
+    combine = [lax.add] * len(masks) + [lax.max, lax.min]
+    return tuple(
+        lax.reduce(
+            operands,
+            tuple(
+                np.asarray(start, x.dtype)
+                for start, x in zip(starts, operands, strict=True)
+            ),
+            lambda a, b: tuple(f(x, y) for f, x, y in zip(combine, a, b, strict=True)),
+            tuple(range(largest.ndim)),
+        )
+    )
+
+
+def _each_by_itself(
+    masks: list[jax.Array], largest: jax.Array, smallest: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The same, one by one: of sharded arrays XLA gathers what a joint reduction reads."""
+    return (
+        *(jnp.sum(mask, dtype=jnp.int32) for mask in masks),
+        jnp.max(largest, initial=0),
+        jnp.min(smallest, initial=jnp.inf),
+    )

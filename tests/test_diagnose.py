@@ -94,7 +94,8 @@ def test_a_healthy_run_has_no_finding():
     assert names(columns) == []
 
 
-def test_the_search_for_a_first_scale_and_the_probes_are_no_finding():
+def test_br33_the_search_for_a_first_scale_and_the_probes_are_no_finding():
+    """https://github.com/NVIDIA/apex/issues/864"""
     columns = train(init_scale=2.0**30)
     assert columns["total_skips"][-1] > 10
     assert names(columns) == []

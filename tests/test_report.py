@@ -165,6 +165,26 @@ def test_sharded_gradients_give_the_same_counts():
     assert report.largest.tolist() == expected.largest.tolist()
 
 
+def test_on_one_device_it_is_one_pass_without_memory(monkeypatch):
+    """And the counts are the same: the other tests have eight devices."""
+    expected = jax.jit(dls.gradient_report)(GRADS)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    jax.clear_caches()
+    report = jax.jit(dls.gradient_report)(GRADS)
+    assert counts(report) == counts(expected)
+    assert report.largest.tolist() == expected.largest.tolist()
+    assert report.smallest.tolist() == expected.smallest.tolist()
+    assert dls.gradient_report({"empty": jnp.zeros((0, 2))}).smallest.tolist() == [
+        jnp.inf
+    ]
+
+    grads = jnp.ones((100, 100))
+    compiled = jax.jit(dls.gradient_report).lower(grads, state_of(8.0)).compile()
+    read = compiled.cost_analysis()["bytes accessed"] / grads.nbytes
+    assert read < 1.1
+    assert compiled.memory_analysis().temp_size_in_bytes < 1000
+
+
 def test_a_step_that_does_not_ask_pays_nothing():
     tx = dls.dynamic_loss_scaling(optax.sgd(1.0))
     params = jnp.ones(4)
