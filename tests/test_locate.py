@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import optax_dls as dls
-from optax_dls import _locate
+from optax_dls import _interpret
 
 HALF = jnp.float16
 
@@ -241,7 +241,7 @@ def test_a_loop_keeps_its_values():
 
 
 def test_a_long_loop_is_one_operation(monkeypatch):
-    monkeypatch.setattr(_locate, "_MAX_ITERATIONS", 3)
+    monkeypatch.setattr(_interpret, "_MAX_ITERATIONS", 3)
 
     def scan_fn(x):
         return lax.scan(lambda c, _: (c * HALF(100), None), x, length=10)[0]
