@@ -121,14 +121,18 @@ def _frequent_overflow(run: _Run) -> Finding | None:
     if lost <= _expected(run) or at_floor:
         return None
     expected = run.steps / run.growth_interval
+    told = run.scale[run.settled :] >= run.used[run.settled :]
+    kept = np.count_nonzero(told & (run.lost[run.settled :] > 0)) > lost / 2
     return Finding(
         "frequent overflow",
         f"{lost} of {run.steps} steps were lost after the first applied one, where about "
         f"{expected:.1f} are expected (one probe every {run.growth_interval} steps)",
-        "batches that now and then are not finite or far larger than the rest",
-        "value=loss in tx.update, and a look at the batches that it skips; gradient_report "
-        "on a skipped step to see which leaf it is; normalise what is large in the forward "
-        "pass",
+        "batches whose loss is not finite"
+        if kept
+        else "batches that now and then are not finite or far larger than the rest",
+        ("" if kept else "value=loss in tx.update; ")
+        + "a look at the batches that are skipped; gradient_report on one of them to see "
+        "which leaf it is; normalise what is large in the forward pass",
     )
 
 
@@ -150,6 +154,9 @@ def _same_leaf(run: _Run) -> Finding | None:
     if leaves is None:
         return None
     start = run.settled if run.settled < len(leaves) else 0
+    # Where the loss itself is not finite, all leaves are bad, and the first says nothing.
+    loss = np.asarray(run.columns.get("loss", np.zeros(len(leaves))), np.float64)
+    leaves = np.where(np.isfinite(loss), leaves, "")
     named = [str(leaf) for leaf in leaves[start:] if isinstance(leaf, str) and leaf]
     # Probes for a larger scale fail in the leaf with the largest gradients, as they must.
     if len(named) <= _expected(run):
@@ -160,9 +167,10 @@ def _same_leaf(run: _Run) -> Finding | None:
     return Finding(
         "the same leaf every time",
         f"{named.count(worst)} of {len(named)} overflows are in {worst}",
-        "one layer whose gradients are far larger than those of the others",
-        f"compute {worst} in float32, or scale its output down; look at its magnitudes in "
-        "gradient_report",
+        "one layer whose gradients are far larger than those of the others, or an operation "
+        "whose derivative is not finite, as that of a norm at zero",
+        "gradient_report for its magnitudes; locate_nonfinite on the gradient; compute it in "
+        "float32, or scale its output down",
     )
 
 
@@ -205,9 +213,12 @@ def _cannot_grow(run: _Run) -> Finding | None:
     return Finding(
         "the scale never grows",
         evidence,
-        "bad batches that reset the count, or a growth interval longer than the run",
-        "value=loss in tx.update, so that bad batches do not count; a shorter "
-        "growth_interval",
+        "bad batches that reset the count"
+        if often
+        else "a growth interval longer than the run",
+        "value=loss in tx.update, so that bad batches do not count; a shorter growth_interval"
+        if often
+        else "find_scale for a higher init_scale; a shorter growth_interval",
     )
 
 
@@ -219,7 +230,7 @@ def _divergence(run: _Run) -> Finding | None:
     blocks = [float(np.median(block)) for block in np.array_split(finite, 10)]
     best, last = min(blocks), blocks[-1]
     rise = (last - best) / max(abs(best), abs(blocks[0] - best), 1e-30)
-    if rise < 1 or run.scale[-1] <= run.min_scale:
+    if rise < 1 or run.scale[-1] <= run.min_scale or _underflow(run):
         return None
     return Finding(
         "divergence",

@@ -16,6 +16,7 @@ from ._record import (
     NOT_IN_JSON,
     as_column,
     is_record,
+    is_text,
     named_values,
     whole_number,
 )
@@ -133,7 +134,9 @@ class History:
             shape (steps,).
           step: the number of the first. By default one more than the last.
           loss: shape (steps,).
-          **extras: arrays of shape (steps,), or a number or string that holds for all.
+          **extras: arrays of shape (steps,), lists of strings (and None) as
+            ``GradientReport.first_nonfinite()`` gives, or a number or string that holds
+            for all.
 
         Raises:
           TypeError, ValueError: as :meth:`append`, with (steps,) as the shape of all.
@@ -153,6 +156,10 @@ class History:
           >>> [record["loss"] for record in history]
           [3.0, 2.0, 1.0]
         """
+        everything = {**metrics, **extras}
+        texts = {name: v for name, v in everything.items() if is_text(v)}
+        metrics = {k: v for k, v in metrics.items() if k not in texts}
+        extras = {k: v for k, v in extras.items() if k not in texts}
         values = named_values(metrics, loss, extras)
         shape = np.shape(values["loss_scale"])
         columns: dict[str, jax.Array | np.ndarray] = {}
@@ -171,6 +178,15 @@ class History:
             columns[name] = value
         step = self._next_step if step is None else whole_number("step", step)
         rows: list[Row] = [{"step": step + i, **fixed} for i in range(shape[0])]
+        for name, column in texts.items():
+            if len(column) != len(rows):
+                raise ValueError(
+                    f"{name} must have one text for each of the {len(rows)} steps, got "
+                    f"{len(column)}."
+                )
+            for row, text in zip(rows, column, strict=True):
+                if text:
+                    row[name] = str(text)
         if rows:
             self._add(Chunk.of_columns(columns, rows), len(rows))
 

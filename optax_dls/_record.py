@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 import jax
@@ -75,6 +75,15 @@ def _checked(name: str, value: object) -> jax.Array | np.ndarray | Scalar:
         f"{name} must be a real number, a bool or a string, got "
         f"{getattr(value, 'dtype', type(value).__name__)}. Log one scalar by name, e.g. "
         "norm=optax.tree.norm(grads)."
+    )
+
+
+def is_text(value: object) -> TypeGuard[Sequence[str | None]]:
+    """Whether this is a column of strings, where None stands for none."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and value.dtype.kind in "UO"
+    return isinstance(value, list | tuple) and all(
+        entry is None or isinstance(entry, str) for entry in value
     )
 
 

@@ -54,10 +54,17 @@ class GradientReport:
         """Entries of each leaf that are NaN or infinite, on the host."""
         return self._host(self.nan + self.positive_inf + self.negative_inf)
 
-    def first_nonfinite(self) -> str | None:
-        """The path of the first leaf that is not finite, or None."""
-        bad = np.flatnonzero(self.nonfinite())
-        return self.paths[bad[0]] if bad.size else None
+    def first_nonfinite(self) -> str | None | list[str | None]:
+        """The path of the first leaf that is not finite, or None.
+
+        For the stacked reports of ``lax.scan``, a list with one for each step.
+        """
+        bad = np.asarray(self.nan + self.positive_inf + self.negative_inf) > 0
+
+        def first(leaves: np.ndarray) -> str | None:
+            return self.paths[int(np.argmax(leaves))] if leaves.any() else None
+
+        return first(bad) if bad.ndim == 1 else [first(step) for step in bad]
 
     def underflow_share(self, *, scaled: bool = True) -> float:
         """The share of the entries above zero that the dtype rounds to zero.

@@ -56,6 +56,9 @@ def keep(
             )
         if array.dtype != old_leaf.dtype:
             array = array.astype(old_leaf.dtype)
+        sharding = jax.typeof(old_leaf).sharding
+        if jax.typeof(array).sharding.spec != sharding.spec:  # on explicit meshes
+            array = jax.sharding.reshard(array, sharding)
         axes = varying_axes(old_leaf) - varying_axes(array)
         return to_varying(array, axes) if axes else array
 

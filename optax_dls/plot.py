@@ -36,7 +36,8 @@ def run(history: "History | Mapping[str, np.ndarray]") -> Figure:
       history: a :class:`History`, or what its ``arrays()`` gives.
 
     Returns:
-      A matplotlib figure; in a notebook it shows itself. ``figure.savefig("run.png")``.
+      A matplotlib figure: ``figure.savefig("run.png")``, or in a notebook, after
+      ``%matplotlib inline``, the last line of a cell.
 
     Raises:
       ValueError: the history is empty.
@@ -192,5 +193,5 @@ def underflow(search: ScaleSearch) -> Figure:
 
 def _powers_of_two(axis: Axis) -> None:
     """Whole exponents as 2^n, on an axis that is drawn in log2."""
-    axis.set_major_locator(MaxNLocator(integer=True, nbins=9))
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=9, min_n_ticks=1))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"$2^{{{x:.0f}}}$"))

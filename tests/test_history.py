@@ -432,3 +432,14 @@ class TestErrors:
     def test_a_slice(self):
         with pytest.raises(TypeError, match="takes one index"):
             dls.History()[:2]
+
+
+def test_a_column_of_text_goes_with_the_steps():
+    history = dls.History()
+    stacked = {name: np.stack([value, value]) for name, value in metrics().items()}
+    history.extend(stacked, nonfinite_leaf=[None, "['w']"])
+    assert "nonfinite_leaf" not in history[0]
+    assert history[1]["nonfinite_leaf"] == "['w']"
+    assert history.arrays()["nonfinite_leaf"].tolist() == ["", "['w']"]
+    with pytest.raises(ValueError, match="one text for each of the 2 steps, got 1"):
+        history.extend(stacked, nonfinite_leaf=["['w']"])

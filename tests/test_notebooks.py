@@ -58,4 +58,4 @@ def test_holds_no_path_of_a_machine(notebook):
 
 def test_all_are_found():
     names = {path.stem for path in NOTEBOOKS}
-    assert {"quickstart", "flax", "recipes", "several_losses", "devices"} <= names
+    assert {"quickstart", "flax", "recipes", "devices", "debugging"} <= names

@@ -148,8 +148,9 @@ def test_jit_scan_and_vmap_return_it():
     mapped = jax.vmap(lambda g: dls.gradient_report({"w": g}))(grads)
     for report in (scanned, mapped):
         assert report.positive_inf.tolist() == [[0], [1], [0]]
+        assert report.first_nonfinite() == [None, "['w']", None]
         with pytest.raises(ValueError, match="reports of several steps.*Look at one"):
-            report.first_nonfinite()
+            report.underflow_share()
         step = jax.tree.map(lambda x: x[1], report)
         assert step.first_nonfinite() == "['w']"
 
