@@ -75,7 +75,8 @@ def diagnose(
       A list of :class:`Finding`; ``print`` each.
 
     Raises:
-      ValueError: the history is empty.
+      TypeError: this is no history.
+      ValueError: the history is empty, or ``growth_interval`` is below 1.
 
     Example:
       A run that overflows at every step, although the scale is at its floor:
@@ -88,6 +89,15 @@ def diagnose(
       >>> [finding.name for finding in dls.diagnose(history)]
       ['overflow at the floor']
     """
+    if not isinstance(history, Mapping) and not hasattr(history, "arrays"):
+        raise TypeError(
+            f"history must be a History or its arrays(), got {type(history).__name__}. A "
+            "file is read by History.load(path)."
+        )
+    if not growth_interval >= 1:
+        raise ValueError(
+            f"growth_interval must be at least 1, as of the rule, got {growth_interval!r}."
+        )
     columns = history if isinstance(history, Mapping) else history.arrays()
     scale = np.asarray(columns["loss_scale"], np.float64)
     if not scale.size:
@@ -96,7 +106,7 @@ def diagnose(
     total = np.asarray(columns["total_skips"], np.int64)
     applied = np.flatnonzero(~skipped)
     run = _Run(
-        steps=int(columns["step"][-1] - columns["step"][0]) + 1,
+        steps=max(int(columns["step"][-1] - columns["step"][0]) + 1, scale.size),
         scale=scale,
         used=np.append(scale[:1], scale[:-1]),
         lost=np.diff(total, prepend=total[0] - int(skipped[0])),

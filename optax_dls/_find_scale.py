@@ -30,7 +30,8 @@ class ScaleSearch(NamedTuple):
       finite: whether the gradient was finite there.
       lost: the share of entries that are zero there, among those that are not zero at
         the scale that keeps most; NaN where the gradient is not finite.
-      recommended: a first scale, ``init_scale``; None where none is finite.
+      recommended: a first scale, ``init_scale``; None where the gradient is finite at none
+        or zero at all of them.
       reason: for the recommendation, a sentence.
     """
 
@@ -108,8 +109,10 @@ def find_scale(
       for Training Neural Networks <https://arxiv.org/abs/1506.01186>`_, 2017
     """
     scales = np.exp2(sorted(set(exponents))).astype(np.float32)
-    if not scales.size or not (
-        rules.SMALLEST_SCALE <= scales[0] <= scales[-1] <= rules.LARGEST_SCALE
+    if (
+        not scales.size
+        or any(int(exponent) != exponent for exponent in exponents)
+        or not (rules.SMALLEST_SCALE <= scales[0] <= scales[-1] <= rules.LARGEST_SCALE)
     ):
         raise ValueError(
             f"exponents must be some whole numbers from -100 to 126, got {exponents!r}."
@@ -141,6 +144,14 @@ def _recommend(search: ScaleSearch) -> ScaleSearch:
                 "The gradient is not finite even at the smallest scale, so the scale is "
                 "not the cause: look for inf or NaN in the batch, or an operation that "
                 "overflows in the forward pass."
+            )
+        )
+    if np.nanmin(search.lost) > 1 - NEGLIGIBLE:
+        return search._replace(
+            reason=(
+                f"The gradient is zero at every scale up to {_power(largest)} at which it "
+                "is finite. Try larger exponents; or the loss does not depend on these "
+                "parameters."
             )
         )
     if search.finite.all() and np.nanmax(search.lost) < NEGLIGIBLE:

@@ -20,7 +20,7 @@ class GradientReport:
 
     Attributes:
       paths: of the inexact leaves, in the order of the tree.
-      entries: of each leaf.
+      entries: of each leaf; both parts of a complex one count.
       dtype: the name of the dtype that is asked about.
       loss_scale: that the gradients were scaled by; shape (), float32.
       nan: entries that are NaN; like all counts of shape (leaves,) and dtype int32.
@@ -157,7 +157,10 @@ def gradient_report(
     counts = {name: [column[name] for column in columns] for name in _leaf_fields()}
     return GradientReport(
         paths=tuple(jax.tree_util.keystr(path) for path, _ in leaves),
-        entries=tuple(int(np.size(leaf)) for _, leaf in leaves),
+        entries=tuple(
+            int(np.size(leaf)) * (2 if jnp.iscomplexobj(leaf) else 1)
+            for _, leaf in leaves
+        ),
         dtype=jnp.dtype(dtype).name,
         loss_scale=scale,
         **{

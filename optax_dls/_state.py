@@ -336,7 +336,9 @@ def raise_if_stalled(
     skips = int(np.max(scaler.consecutive_skips))
     if skips > max_consecutive_skips:
         finite = bool(np.all(scaler.grads_finite))
-        findings = [] if history is None else diagnose(history)
+        findings = []
+        if history is not None and len(history):
+            findings = diagnose(history)
         raise LossScaleStalledError(
             f"The last {skips} steps were all skipped (limit {max_consecutive_skips}, "
             f"total_skips={int(np.max(scaler.total_skips))}); the loss scale is now "

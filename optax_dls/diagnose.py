@@ -20,15 +20,20 @@ def main() -> int:
     )
     parser.add_argument("run", type=Path, help="the file of History.save")
     parser.add_argument("--out", type=Path, help="the picture; by default beside it")
-    parser.add_argument("--growth-interval", type=int, default=2000)
-    parser.add_argument("--min-scale", type=float, default=2.0**-14)
-    parser.add_argument("--max-scale", type=float, default=2.0**32)
+    parser.add_argument("--growth-interval", type=int, default=2000, help="of the rule")
+    parser.add_argument("--min-scale", type=float, default=2.0**-14, help="of the rule")
+    parser.add_argument("--max-scale", type=float, default=2.0**32, help="of the rule")
     arguments = parser.parse_args()
     if not arguments.run.is_file():
         parser.error(f"there is no file {arguments.run}")
-    history = dls.History.load(arguments.run)
+    try:
+        history = dls.History.load(arguments.run)
+    except ValueError as error:
+        parser.error(str(error))
     if not len(history):
         parser.error(f"{arguments.run} holds no record")
+    if arguments.growth_interval < 1:
+        parser.error("--growth-interval must be at least 1")
     findings = dls.diagnose(
         history,
         growth_interval=arguments.growth_interval,

@@ -269,6 +269,8 @@ def test_a_stalled_run_says_so_in_the_error():
     with pytest.raises(dls.LossScaleStalledError) as error:
         dls.raise_if_stalled(state, 20)
     assert "\n" not in str(error.value)
+    with pytest.raises(dls.LossScaleStalledError):
+        dls.raise_if_stalled(state, 20, dls.History())
 
 
 class TestCommand:
@@ -301,6 +303,13 @@ class TestCommand:
         assert "nothing is wrong in 400 records" in done.stdout
         assert (tmp_path / "a.png").exists()
 
+    def test_a_file_that_holds_something_else(self, tmp_path):
+        (tmp_path / "run.jsonl").write_text("junk\n")
+        done = self.run(tmp_path / "run.jsonl")
+        assert done.returncode == 2
+        assert "Line 1 of" in done.stderr
+        assert "Traceback" not in done.stderr
+
     def test_a_file_that_is_not_there(self, tmp_path):
         done = self.run(tmp_path / "none.jsonl")
         assert done.returncode == 2
@@ -310,6 +319,17 @@ class TestCommand:
         with pytest.raises(ImportError, match="is a command"):
             importlib.import_module("optax_dls.diagnose")
         assert callable(dls.diagnose)
+
+
+@pytest.mark.parametrize("history", [None, "run.jsonl"])
+def test_what_is_no_history_is_refused(history):
+    with pytest.raises(TypeError, match="must be a History or its arrays"):
+        dls.diagnose(history)
+
+
+def test_an_interval_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="growth_interval must be at least 1"):
+        dls.diagnose(healthy(), growth_interval=0)
 
 
 def test_an_empty_history_is_refused():

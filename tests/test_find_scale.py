@@ -82,6 +82,13 @@ def test_says_when_it_is_not_the_scale():
     assert "the scale is not the cause" in search.reason
 
 
+@pytest.mark.parametrize("weight", [0.0, 1e-30])
+def test_says_when_there_is_nothing_but_zeros(weight):
+    search = dls.find_scale(loss_fn, W, X, jnp.float16, weight)
+    assert search.recommended is None
+    assert search.reason.startswith("The gradient is zero at every scale up to 2^32")
+
+
 def test_prints_one_line_a_scale_and_the_reason():
     lines = str(dls.find_scale(loss_fn, W, X, jnp.float16, 1e6, exponents=[0, 30]))
     assert lines.splitlines()[1].split() == ["2^0", "finite", "0.0%"]
@@ -127,7 +134,7 @@ def test_nnx_in_its_functional_form():
     assert dls.find_scale(loss, params).recommended > 1
 
 
-@pytest.mark.parametrize("exponents", [[], [-101], range(120, 128)])
+@pytest.mark.parametrize("exponents", [[], [-101], [1.5], range(120, 128)])
 def test_exponents_that_cannot_be(exponents):
     with pytest.raises(ValueError, match="whole numbers from -100 to 126"):
         dls.find_scale(

@@ -136,6 +136,7 @@ def test_leaves_that_are_no_numbers_are_left_out():
 def test_both_parts_of_a_complex_entry_count():
     report = dls.gradient_report([jnp.array([1.0 + 1j * jnp.inf])])
     assert int(report.positive_inf[0]) == 1
+    assert report.entries == (2,)
 
 
 def test_jit_scan_and_vmap_return_it():
