@@ -63,7 +63,8 @@ def diagnose(
     One skipped step now and then is the probe for a larger scale, and no finding; nor is
     the search for a first scale. The more the history holds, the more can be found: pass
     ``loss=`` on every step, and from time to time ``underflow_share=`` and
-    ``nonfinite_leaf=`` (both from a :class:`GradientReport`) and ``update_norm=``.
+    ``nonfinite_leaf=`` (both from a :class:`GradientReport`, the former of a gradient
+    computed in float32) and ``update_norm=``.
 
     Args:
       history: a :class:`History`, or what its ``arrays()`` gives.

@@ -90,7 +90,7 @@ def find_scale(
       leaves room for gradients four times larger: one batch is not all of them.
 
     Raises:
-      ValueError: ``exponents`` is empty, or beyond -100 or 126.
+      ValueError: ``exponents`` is empty, not whole, or beyond -100 or 126.
       TypeError, ValueError: as :func:`value_and_scaled_grad`.
 
     Example:
@@ -126,7 +126,9 @@ def find_scale(
         scaler = state.scaler._replace(loss_scale=scale)
         _, grads = grad_fn(params, *args, state=LossScalingState(scaler, ()), **kwargs)
         kept = [
-            jnp.mean(g != 0) * g.size for g in jax.tree.leaves(grads) if is_inexact(g)
+            jnp.sum(g != 0, dtype=jnp.float32)
+            for g in jax.tree.leaves(grads)
+            if is_inexact(g)
         ]
         return all_finite(grads), sum(kept, jnp.float32(0))
 

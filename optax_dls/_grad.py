@@ -137,7 +137,8 @@ def value_and_scaled_grad(
         since a lost batch in two thousand costs less than a second read of every
         gradient. A NaN that stays, and a loss that is not finite, lead to an ordinary
         skip with one backoff; so does a scale that is more than ``2**max_retries`` times
-        too high.
+        too high. Devices that share a scale retry together; so do the members of a
+        population that JAX cannot tell apart (``axis_name=()``).
 
     Returns:
       A function of the arguments of ``fun`` and of ``state=``, the optimizer state (or

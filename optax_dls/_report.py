@@ -23,7 +23,8 @@ class GradientReport:
       entries: of each leaf; both parts of a complex one count.
       dtype: the name of the dtype that is asked about.
       loss_scale: that the gradients were scaled by; shape (), float32.
-      nan: entries that are NaN; like all counts of shape (leaves,) and dtype int32.
+      nan: entries that are NaN; like all counts of shape (leaves,) and dtype int32, so
+        for leaves of less than 2**31 entries.
       positive_inf: entries that are inf.
       negative_inf: entries that are -inf.
       zero: entries that are exactly zero. In a float16 backward pass what underflowed
@@ -68,6 +69,9 @@ class GradientReport:
 
     def underflow_share(self, *, scaled: bool = True) -> float:
         """The share of the entries above zero that the dtype rounds to zero.
+
+        Ask it of gradients that were computed in float32: a float16 backward pass has
+        made zeros of what underflowed, and a zero tells nothing.
 
         Args:
           scaled: at ``loss_scale``, or without scaling.

@@ -19,7 +19,7 @@ Output = tuple[tuple[jax.Array, object], optax.Updates]  # ((loss, aux), scaled 
 def with_retries(
     attempt: Callable[[ScalerState], Output], scaler: ScalerState, max_retries: int
 ) -> tuple[Output, ScalerState]:
-    """Halves the scale up to ``max_retries`` times, while the loss alone is finite.
+    """Halves the scale up to ``max_retries`` times, while only the loss is finite.
 
     Returns:
       The output of the last attempt, with gradients as if S itself had scaled them, in
@@ -79,6 +79,7 @@ def with_retries(
 
 
 def check_max_retries(max_retries: int | None) -> None:
+    """Raises unless it counts retries, or is None for none at all."""
     if max_retries is None:
         return
     if isinstance(max_retries, bool) or not isinstance(max_retries, numbers.Integral):

@@ -108,7 +108,7 @@ def exponents(
     entries = np.concatenate(
         [np.zeros(0)]
         + [
-            np.abs(np.asarray(leaf, np.float64).ravel())
+            np.abs(np.asarray(leaf)).ravel().astype(np.float64)
             for leaf in jax.tree.leaves(grads)
             if _views.is_inexact(leaf)
         ]
@@ -120,8 +120,9 @@ def exponents(
     info = jnp.finfo(dtype)
     zero = np.log2(float(info.smallest_subnormal)) - 1
     tiny, top = np.log2(float(info.tiny)), np.log2(float(info.max))
-    shown = [*true, *scaled, zero - 4, top + 2]
-    low, high = np.floor(min(shown)), np.ceil(max(shown))
+    both = np.concatenate([true, scaled])
+    low = np.floor(np.min(both, initial=zero - 4))
+    high = np.ceil(np.max(both, initial=top + 2))
     bins = np.arange(low, high + 1).tolist()
 
     figure = Figure(figsize=(8, 3.5), layout="constrained")

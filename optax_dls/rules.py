@@ -262,8 +262,8 @@ def retrying(rule: Rule) -> Rule:
     After r retries in a step, ``rule`` hears of r overflows and then of the outcome, so
     the scale moves as if each attempt had been a step:
 
-    .. math:: S_{t+1} = \text{rule}(\text{finite}, \text{rule}(\text{overflow},
-      \ldots S_t))
+    .. math:: S_{t+1} = \text{rule}(\text{outcome},
+      \text{rule}(\text{overflow}, \ldots S_t))
 
     The retries themselves halve the scale, whatever the backoff factor of ``rule`` is.
 

@@ -107,6 +107,13 @@ def test_compiles_once_for_all_scales():
     assert len(traces) == 1
 
 
+def test_an_empty_leaf_changes_nothing():
+    params = {"w": W, "empty": jnp.zeros((0, 3))}
+    search = dls.find_scale(lambda p: loss_fn(p["w"], X, jnp.float16, 1e-5), params)
+    expected = dls.find_scale(loss_fn, W, X, jnp.float16, 1e-5)
+    np.testing.assert_array_equal(search.lost, expected.lost)
+
+
 def test_takes_aux_keywords_and_other_frameworks():
     def with_aux(w, *, x):
         return loss_fn(w, x, jnp.float16), {"mean": jnp.mean(x)}
