@@ -18,10 +18,10 @@ from ._report import GradientReport as GradientReport
 from ._report import gradient_report as gradient_report
 from ._scaler import LossScalingState as LossScalingState
 from ._scaler import ScalerState as ScalerState
-from ._state import LossScaleStalledError as LossScaleStalledError
+from ._stalled import LossScaleStalledError as LossScaleStalledError
+from ._stalled import raise_if_stalled as raise_if_stalled
 from ._state import loss_scale as loss_scale
 from ._state import metrics as metrics
-from ._state import raise_if_stalled as raise_if_stalled
 from ._state import rollback_if_skipped as rollback_if_skipped
 from ._state import scaler_state as scaler_state
 from ._transform import dynamic_loss_scaling as dynamic_loss_scaling

@@ -4,7 +4,7 @@ import collections
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -14,10 +14,11 @@ from ._chunk import Chunk, Row, Scalar
 from ._record import (
     METRICS,
     NOT_IN_JSON,
+    Texts,
     as_column,
     is_record,
-    is_text,
     named_values,
+    shape_of,
     whole_number,
 )
 
@@ -99,7 +100,7 @@ class History:
         """
         values = named_values(metrics, loss, extras)
         for name, value in values.items():
-            if np.shape(value) == ():
+            if shape_of(value) == ():
                 continue
             cure = "Reduce it to one number."
             if name in METRICS:
@@ -109,7 +110,7 @@ class History:
                     "lax.scan stacked go to history.extend(metrics)."
                 )
             raise ValueError(
-                f"{name} must be a scalar of shape (), got shape {np.shape(value)}. "
+                f"{name} must be a scalar of shape (), got shape {shape_of(value)}. "
                 f"{cure}"
             )
         step = self._next_step if step is None else whole_number("step", step)
@@ -125,7 +126,7 @@ class History:
         *,
         step: int | None = None,
         loss: ArrayLike | None = None,
-        **extras: ArrayLike | str | None,
+        **extras: ArrayLike | str | Sequence[str | None] | None,
     ) -> None:
         """Adds the records of many steps, stacked as ``lax.scan`` returns them.
 
@@ -156,22 +157,22 @@ class History:
           >>> [record["loss"] for record in history]
           [3.0, 2.0, 1.0]
         """
-        everything = {**metrics, **extras}
-        texts = {name: v for name, v in everything.items() if is_text(v)}
-        metrics = {k: v for k, v in metrics.items() if k not in texts}
-        extras = {k: v for k, v in extras.items() if k not in texts}
         values = named_values(metrics, loss, extras)
-        shape = np.shape(values["loss_scale"])
+        shape = shape_of(values["loss_scale"])
         columns: dict[str, jax.Array | np.ndarray] = {}
         fixed: Row = {}
+        texts: dict[str, Texts] = {}
         for name, value in values.items():
+            if isinstance(value, tuple):
+                texts[name] = value
+                continue
             if isinstance(value, Scalar) and name not in METRICS:
                 fixed[name] = value
                 continue
             if isinstance(value, Scalar) or value.shape != shape or len(shape) != 1:
                 raise ValueError(
                     "The values of many steps have the shape (steps,), got "
-                    f"{np.shape(value)} for {name} and {shape} for loss_scale. One step "
+                    f"{shape_of(value)} for {name} and {shape} for loss_scale. One step "
                     "goes to history.append(metrics). Of a population, give each History "
                     "the steps of one member: {k: v[:, i] for k, v in metrics.items()}."
                 )
@@ -186,7 +187,7 @@ class History:
                 )
             for row, text in zip(rows, column, strict=True):
                 if text:
-                    row[name] = str(text)
+                    row[name] = text
         if rows:
             self._add(Chunk.of_columns(columns, rows), len(rows))
 

@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypeGuard
 
 import jax
@@ -11,6 +11,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ._chunk import Scalar, plain_list
+
+Texts = tuple[str | None, ...]  # one for each of many steps
 
 METRICS = {
     "loss_scale": np.float32,
@@ -24,7 +26,7 @@ NOT_IN_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 def named_values(
     metrics: Mapping[str, ArrayLike], loss: object, extras: Mapping[str, object]
-) -> dict[str, jax.Array | np.ndarray | Scalar]:
+) -> dict[str, jax.Array | np.ndarray | Scalar | Texts]:
     """All that one call gave, checked and by name; nothing is read from a device."""
     if not isinstance(metrics, Mapping) or not set(METRICS) <= set(metrics):
         got = f"the keys {list(metrics)}" if isinstance(metrics, Mapping) else metrics
@@ -46,7 +48,19 @@ def named_values(
     return {name: _checked(name, value) for name, value in values if value is not None}
 
 
-def _checked(name: str, value: object) -> jax.Array | np.ndarray | Scalar:
+def _checked(name: str, value: object) -> jax.Array | np.ndarray | Scalar | Texts:
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "UO":
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        if not all(text is None or isinstance(text, str) for text in value):
+            raise TypeError(
+                f"{name} must be a real number, a bool or a string, and of many steps an "
+                "array or a list of strings and None; got "
+                f"{list(value)[:3]!r}..."
+            )
+        return tuple(
+            None if text is None else _checked_text(name, text) for text in value
+        )
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{name} is traced: a History lives on the host and cannot be used inside "
@@ -54,12 +68,7 @@ def _checked(name: str, value: object) -> jax.Array | np.ndarray | Scalar:
             "append it outside (history.extend(stacked) after lax.scan)."
         )
     if isinstance(value, str):
-        if value in NOT_IN_JSON:
-            raise ValueError(
-                f"{name} is the string {value!r}, which a saved history has for a number. "
-                f"Pass float({value!r}), or another text."
-            )
-        return str(value)
+        return _checked_text(name, value)
     if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
         return value
     if isinstance(value, jax.Array | np.ndarray | np.generic) and (
@@ -78,13 +87,18 @@ def _checked(name: str, value: object) -> jax.Array | np.ndarray | Scalar:
     )
 
 
-def is_text(value: object) -> TypeGuard[Sequence[str | None]]:
-    """Whether this is a column of strings, where None stands for none."""
-    if isinstance(value, np.ndarray):
-        return value.ndim == 1 and value.dtype.kind in "UO"
-    return isinstance(value, list | tuple) and all(
-        entry is None or isinstance(entry, str) for entry in value
-    )
+def _checked_text(name: str, text: str) -> str:
+    if text in NOT_IN_JSON:
+        raise ValueError(
+            f"{name} is the string {text!r}, which a saved history has for a number. "
+            f"Pass float({text!r}), or another text."
+        )
+    return str(text)
+
+
+def shape_of(value: jax.Array | np.ndarray | Scalar | Texts) -> tuple[int, ...]:
+    """As ``np.shape``, for texts too."""
+    return (len(value),) if isinstance(value, tuple) else np.shape(value)
 
 
 def whole_number(name: str, value: object) -> int:

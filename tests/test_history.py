@@ -443,3 +443,9 @@ def test_a_column_of_text_goes_with_the_steps():
     assert history.arrays()["nonfinite_leaf"].tolist() == ["", "['w']"]
     with pytest.raises(ValueError, match="one text for each of the 2 steps, got 1"):
         history.extend(stacked, nonfinite_leaf=["['w']"])
+    with pytest.raises(ValueError, match="given twice"):
+        history.extend(stacked | {"leaf": ["a", "b"]}, leaf=["a", "b"])
+    with pytest.raises(TypeError, match="a list of strings and None"):
+        history.extend(stacked, leaf=["a", 1])
+    with pytest.raises(ValueError, match="must be a scalar"):
+        history.append(metrics(), leaf=["a"])
