@@ -276,6 +276,28 @@ def test_devices_that_share_a_scaler_retry_together(check_vma):
         assert len({float(shard.data) for shard in value.addressable_shards}) == 1
 
 
+def test_members_that_jax_cannot_tell_apart_retry_together():
+    """check_vma=False and axis_name=(): each decides alone in the update, not here."""
+    rule = dls.rules.retrying(dls.rules.dynamic(init_scale=START))
+    tx = dls.loss_scaling(optax.sgd(1.0), rule, axis_name=())
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=P("d"),
+        out_specs=(P("d"), P("d")),
+        check_vma=False,
+    )
+    def member_step(x):
+        w, state, _ = step(tx, RETRIES, jnp.zeros_like(x), tx.init(x), x)
+        return w, jnp.reshape(dls.loss_scale(state), (1,))
+
+    w, scales = member_step(jnp.array([1.0, 8.0]))
+    assert (w.tolist(), scales.tolist()) == ([-1.0, -8.0], [2.0**12, 2.0**12])
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
