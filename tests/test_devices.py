@@ -167,6 +167,20 @@ def test_br58_explicit_mesh(layout, jitted_update):
         assert jax.tree.map(jax.typeof, state) == types
 
 
+def test_a_leaf_that_is_made_with_another_sharding_keeps_its_own():
+    """As in adafactor of Optax 0.2.6, whose statistics begin replicated."""
+    last_gradient = optax.GradientTransformation(
+        lambda params: jnp.zeros(params.shape), lambda grads, *_: (grads, grads)
+    )
+    tx = dls.dynamic_loss_scaling(last_gradient, init_scale=SCALE)
+    with jax.set_mesh(mesh_of(AxisType.Explicit, d=2)):
+        params = jax.device_put(jnp.ones(4), P("d"))
+        state = tx.init(params)
+        _, new_state = jax.jit(tx.update)(params * SCALE, state, params)
+        assert jax.tree.map(jax.typeof, new_state) == jax.tree.map(jax.typeof, state)
+        np.testing.assert_array_equal(new_state.inner_state, np.ones(4))
+
+
 def mean_loss(params, x):
     """The mean over the devices, inside the differentiated function."""
     return lax.pmean(loss_fn(params, x), "d")
