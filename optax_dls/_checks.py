@@ -35,6 +35,11 @@ def check_arguments(
             f"rule must be a Rule, got {rule!r}. Call rules.dynamic() or "
             "rules.static(128.0), or build one: rules.Rule(init, update)."
         )
+    unknown = [name for name in rule.needs if name not in rules.NEEDS]
+    if unknown or isinstance(rule.needs, str):
+        raise ValueError(
+            f"rule.needs must be a tuple of names among {rules.NEEDS}, got {rule.needs!r}."
+        )
     if not isinstance(check_updates, bool):
         raise TypeError(f"check_updates must be True or False, got {check_updates!r}.")
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)

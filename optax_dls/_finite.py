@@ -41,15 +41,32 @@ def all_finite(tree: object) -> jax.Array:
     return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
 
 
+def largest_finite(tree: object) -> jax.Array:
+    """The largest finite magnitude in a tree, float32 of shape (); 0 if there is none."""
+    parts = [
+        part
+        for leaf in jax.tree.leaves(tree)
+        if is_inexact(leaf)
+        for part in ((leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,))
+    ]
+    sizes = [
+        jnp.max(jnp.where(jnp.isfinite(part), jnp.abs(part), 0), initial=0)
+        for part in parts
+    ]
+    if not sizes:
+        return jnp.zeros((), jnp.float32)
+    largest = jnp.max(jnp.stack([size.astype(jnp.float32) for size in sizes]))
+    return jnp.minimum(largest, jnp.finfo(jnp.float32).max)  # float64 may be larger
+
+
 def agree(
     flags: Sequence[jax.Array], loss_scale: jax.Array, axis_name: AxisName | None
 ) -> list[jax.Array]:
     """Each flag, true only if it is true on all devices that share ``loss_scale``.
 
     Under ``jit`` a flag is one value for all devices already. In a manual region
-    (``shard_map``, ``pmap``) it is reduced over the axes on which it varies and the
-    scale does not; where JAX does not track that, over every manual axis. All flags
-    travel in one reduction.
+    (``shard_map``, ``pmap``) it is reduced over :func:`shared_axes`, all flags in one
+    reduction.
 
     Args:
       flags: scalars of dtype bool.
@@ -57,12 +74,28 @@ def agree(
       axis_name: axes to reduce over in addition; ``()`` reduces over none.
 
     Raises:
-      ValueError: ``axis_name=()`` where a flag varies over devices that provably
+      ValueError: as :func:`shared_axes`.
+    """
+    axes = shared_axes(flags, loss_scale, axis_name)
+    if not axes:
+        return list(flags)
+    return list(lax.pmin(jnp.stack(flags).astype(jnp.int32), axes) > 0)
+
+
+def shared_axes(
+    values: Sequence[jax.Array], loss_scale: jax.Array, axis_name: AxisName | None
+) -> tuple[Hashable, ...]:
+    """The manual axes on which ``values`` vary and the scale does not.
+
+    Where JAX does not track what varies, every manual axis.
+
+    Raises:
+      ValueError: ``axis_name=()`` where a value varies over devices that provably
         share one scale.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     tracked = all(axis in varying_axes(lax.axis_index(axis)) for axis in manual)
-    varying = frozenset().union(*map(varying_axes, flags))
+    varying = frozenset().union(*map(varying_axes, values))
     shared = varying - varying_axes(loss_scale) if tracked else frozenset(manual)
 
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
@@ -78,17 +111,15 @@ def agree(
                 "pass the state in sharded, or jax.lax.pcast it to varying, jax.lax.pvary in "
                 "JAX 0.8)."
             )
-        return list(flags)
+        return ()
 
     axes = [axis for axis in manual if axis in shared]
     for name in names:
         _check_in_scope(name)
-        # An axis over which the flags provably do not vary needs no collective.
+        # An axis over which the values provably do not vary needs no collective.
         if name not in axes and (name in varying or name not in manual):
             axes.append(name)
-    if not axes:
-        return list(flags)
-    return list(lax.pmin(jnp.stack(flags).astype(jnp.int32), tuple(axes)) > 0)
+    return tuple(axes)
 
 
 def varying_axes(x: jax.Array | jax.ShapeDtypeStruct) -> frozenset[Hashable]:

@@ -56,6 +56,7 @@ def next_scaler(
     scaler: ScalerState,
     grads_finite: jax.Array,
     *,
+    largest_gradient: jax.Array | None,
     applied: jax.Array,
     heard: jax.Array,
 ) -> ScalerState:
@@ -64,8 +65,12 @@ def next_scaler(
     The rule hears of it unless it failed for a reason that no scale could have helped.
     """
     before = (scaler.loss_scale, scaler.rule_state)
+    facts = {
+        "last_finite": scaler.grads_finite,
+        "largest_gradient": largest_gradient,
+    }
     after = _types.keep(
-        rule.update(applied, *before),
+        rule.update(applied, *before, **{name: facts[name] for name in rule.needs}),
         before,
         "rule.update",
         "Give back (loss_scale, rule_state), the latter as rule.init made it.",

@@ -1,5 +1,6 @@
 """The wrapper: unscale, check, apply or skip, and move the scale, in one lax.cond."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -9,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from . import _checks, _types, _views, rules
-from ._finite import AxisName, agree, all_finite
+from ._finite import AxisName, agree, all_finite, largest_finite, shared_axes
 from ._scaler import LossScalingState, ScalerState, holds_scaler, next_scaler
 
 
@@ -120,10 +121,24 @@ def loss_scaling(
         loss_scale = jnp.asarray(state.scaler.loss_scale, jnp.float32)
         state = state._replace(scaler=state.scaler._replace(loss_scale=loss_scale))
 
-        flags = [all_finite(_views.unscale(grads, loss_scale, dtypes))]
+        unscaled = _views.unscale(grads, loss_scale, dtypes)
+        flags = [all_finite(unscaled)]
         if extra_args.get("value") is not None:
             flags.append(all_finite(_checks.checked_value(extra_args["value"])))
         grads_finite, *value_finite = agree(flags, loss_scale, axis_name)
+        largest_gradient = None
+        if "largest_gradient" in rule.needs:
+            largest_gradient = largest_finite(unscaled)
+            axes = shared_axes([largest_gradient], loss_scale, axis_name)
+            if axes:
+                largest_gradient = lax.pmax(largest_gradient, axes)
+
+        move_scale = functools.partial(
+            next_scaler,
+            rule,
+            grads_finite=grads_finite,
+            largest_gradient=largest_gradient,
+        )
 
         def applied(
             grads: optax.Updates, state: LossScalingState, params: optax.Params | None
@@ -149,7 +164,7 @@ def loss_scaling(
                 zeros = jax.tree.map(jnp.zeros_like, updates)
                 updates = _types.select(ok, updates, zeros)
                 new_inner_state = _types.select(ok, new_inner_state, inner_state)
-            scaler = next_scaler(rule, scaler, grads_finite, applied=ok, heard=ok)
+            scaler = move_scale(scaler, applied=ok, heard=ok)
             return updates, LossScalingState(scaler, new_inner_state)
 
         def skipped(
@@ -158,9 +173,7 @@ def loss_scaling(
             del grads, params
             updates = jax.tree.map(_types.zeros, updates_type)
             heard = value_finite[0] if value_finite else jnp.array(True)
-            scaler = next_scaler(
-                rule, state.scaler, grads_finite, applied=jnp.array(False), heard=heard
-            )
+            scaler = move_scale(state.scaler, applied=jnp.array(False), heard=heard)
             return updates, state._replace(scaler=scaler)
 
         # As operands, since closed-over arrays lose their sharding on explicit meshes.
@@ -181,16 +194,21 @@ def dynamic_loss_scaling(
     growth_factor: ArrayLike = 2.0,
     backoff_factor: ArrayLike = 0.5,
     growth_interval: ArrayLike = rules.DEFAULT_GROWTH_INTERVAL,
+    recovery_interval: ArrayLike | None = rules.DEFAULT_RECOVERY_INTERVAL,
     min_scale: ArrayLike = rules.DEFAULT_MIN_SCALE,
     max_scale: ArrayLike = rules.DEFAULT_MAX_SCALE,
+    hysteresis: ArrayLike | None = None,
+    hysteresis_refill: rules.Refill = "growth",
+    gradient_limit: ArrayLike | None = None,
     check_updates: bool = False,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer for float16 training: the scale finds its own size.
 
     ``loss_scaling(inner, rules.dynamic(...))``: the scale doubles after 2000 finite
-    steps in a row; a step whose gradients overflow is skipped and halves it. See
-    :func:`rules.dynamic` for the rule and the reasons of its defaults, and
+    steps in a row; a step whose gradients overflow is skipped and halves it; after a
+    burst of them it is back soon. See :func:`rules.dynamic` for the rule and the reasons
+    of its defaults, and
     :func:`loss_scaling` for the skip.
 
     Args:
@@ -199,8 +217,14 @@ def dynamic_loss_scaling(
       growth_factor: what the scale is multiplied by when it grows, at least 1.
       backoff_factor: what it is multiplied by at an overflow, between 0 and 1.
       growth_interval: finite steps in a row before it grows.
+      recovery_interval: the same while it recovers from several overflows in a row;
+        None for no recovery.
       min_scale: the floor.
       max_scale: the ceiling.
+      hysteresis: overflows before the scale backs off; None is 1.
+      hysteresis_refill: what makes that tolerance whole again: ``"growth"``,
+        ``"finite"`` or ``"backoff"``.
+      gradient_limit: no growth that would lift the largest gradient above it.
       check_updates: see :func:`loss_scaling`.
       axis_name: see :func:`loss_scaling`.
 
@@ -235,8 +259,12 @@ def dynamic_loss_scaling(
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
+        recovery_interval=recovery_interval,
         min_scale=min_scale,
         max_scale=max_scale,
+        hysteresis=hysteresis,
+        hysteresis_refill=hysteresis_refill,
+        gradient_limit=gradient_limit,
     )
     return loss_scaling(inner, rule, check_updates=check_updates, axis_name=axis_name)
 

@@ -1,0 +1,44 @@
+"""Rules: how the loss scale moves. Pure functions on scalars, no trees."""
+
+from ._dynamic import DynamicRuleState as DynamicRuleState
+from ._dynamic import dynamic as dynamic
+from ._gradual import GradualRuleState as GradualRuleState
+from ._gradual import gradual as gradual
+from ._hysteresis import HysteresisRuleState as HysteresisRuleState
+from ._hysteresis import Refill as Refill
+from ._log_normal import LogNormalRuleState as LogNormalRuleState
+from ._log_normal import log_normal as log_normal
+from ._overflow_rate import OverflowRateRuleState as OverflowRateRuleState
+from ._overflow_rate import overflow_rate as overflow_rate
+from ._retrying import RetryingRuleState as RetryingRuleState
+from ._retrying import retrying as retrying
+from ._rule import DEFAULT_GROWTH_INTERVAL as DEFAULT_GROWTH_INTERVAL
+from ._rule import DEFAULT_INIT_SCALE as DEFAULT_INIT_SCALE
+from ._rule import DEFAULT_MAX_SCALE as DEFAULT_MAX_SCALE
+from ._rule import DEFAULT_MIN_SCALE as DEFAULT_MIN_SCALE
+from ._rule import DEFAULT_RECOVERY_INTERVAL as DEFAULT_RECOVERY_INTERVAL
+from ._rule import LARGEST_SCALE as LARGEST_SCALE
+from ._rule import NEEDS as NEEDS
+from ._rule import SMALLEST_SCALE as SMALLEST_SCALE
+from ._rule import Rule as Rule
+from ._static import NoScalingState as NoScalingState
+from ._static import none as none
+from ._static import static as static
+
+__all__ = (
+    "DynamicRuleState",
+    "GradualRuleState",
+    "HysteresisRuleState",
+    "LogNormalRuleState",
+    "NoScalingState",
+    "OverflowRateRuleState",
+    "RetryingRuleState",
+    "Rule",
+    "dynamic",
+    "gradual",
+    "log_normal",
+    "none",
+    "overflow_rate",
+    "retrying",
+    "static",
+)

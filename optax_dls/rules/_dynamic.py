@@ -1,0 +1,259 @@
+"""The usual rule: grow after finite steps in a row, back off at an overflow."""
+
+import numbers
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from . import _hysteresis, _settings
+from ._hysteresis import HysteresisRuleState, Refill
+from ._rule import (
+    DEFAULT_GROWTH_INTERVAL,
+    DEFAULT_INIT_SCALE,
+    DEFAULT_MAX_SCALE,
+    DEFAULT_MIN_SCALE,
+    DEFAULT_RECOVERY_INTERVAL,
+    Rule,
+)
+
+# A count of steps further down would wrap around one day.
+LOWEST_COUNT = -(2**30)
+
+
+class DynamicRuleState(NamedTuple):
+    """State of :func:`dynamic`.
+
+    Attributes:
+      growth_count: finite steps since the last growth or overflow. Below zero the
+        scale is recovering: so many finite steps until it is back where the first
+        overflow of a streak left it.
+    """
+
+    growth_count: jax.Array  # shape=(), dtype=int32
+
+
+def dynamic(
+    *,
+    init_scale: ArrayLike = DEFAULT_INIT_SCALE,
+    growth_factor: ArrayLike = 2.0,
+    backoff_factor: ArrayLike = 0.5,
+    growth_interval: ArrayLike = DEFAULT_GROWTH_INTERVAL,
+    recovery_interval: ArrayLike | None = DEFAULT_RECOVERY_INTERVAL,
+    min_scale: ArrayLike = DEFAULT_MIN_SCALE,
+    max_scale: ArrayLike = DEFAULT_MAX_SCALE,
+    hysteresis: ArrayLike | None = None,
+    hysteresis_refill: Refill = "growth",
+    gradient_limit: ArrayLike | None = None,
+) -> Rule:
+    r"""Grows after N finite steps in a row, backs off at every overflow.
+
+    With the scale :math:`S_t`, the count :math:`c_t` of finite steps since the last
+    growth or overflow, and N the growth interval:
+
+    .. math::
+
+      (S_{t+1}, c_{t+1}) = \begin{cases}
+        (\mathrm{clip}(S_t \cdot \text{backoff\_factor}),\ 0)
+          & \text{overflow} \\
+        (\mathrm{clip}(S_t \cdot \text{growth\_factor}),\ 0)
+          & \text{finite and } c_t + 1 = N \\
+        (S_t,\ c_t + 1) & \text{otherwise}
+      \end{cases}
+
+    where clip keeps the scale in [min_scale, max_scale].
+
+    After several overflows in a row N is ``recovery_interval`` until the scale is back
+    at :math:`S \cdot \text{backoff\_factor}`, where S is the scale that the first of them
+    met: a burst of bad batches does not cost a thousand steps with a scale too low. An
+    overflow on the way ends the recovery there. So it is TCP's slow start; after a single
+    overflow nothing differs. (The way back is kept as a number of steps, rounded down where
+    ``growth_factor`` does not undo ``backoff_factor``.)
+
+    Args:
+      init_scale: the first scale. 2**15 is the largest power of two that float16
+        holds; a start too high costs one skipped step for each halving.
+      growth_factor: at least 1 (1 never grows). 2 keeps the scale a power of two,
+        so that scaling and unscaling are exact.
+      backoff_factor: between 0 and 1, both excluded. 0.5, for the same reason.
+      growth_interval: N, a whole number of at least 1. In the steady state each
+        probe of a larger scale costs one step in N + 1: 0.05 % at 2000.
+      recovery_interval: N while the scale recovers, a whole number of at least 1, and no
+        more than ``growth_interval`` in effect; None for the rule without recovery.
+        ``benchmarks/rules.py`` shows what 10 gains.
+      min_scale: the floor. 2**-14 still lets a loss far above the range of float16
+        through, and is 14 growths away from 1.
+      max_scale: the ceiling. A loss of order one overflows float16 long before 2**32,
+        and float32 is far from its end there; a loss of tiny weight may use more.
+      hysteresis: the scale backs off only at this many overflows, a whole number of at
+        least 1, each of which is skipped all the same. None is 1.
+      hysteresis_refill: what makes the tolerance whole again: ``"growth"`` of the scale
+        alone (as in Megatron), every ``"finite"`` step (apex), or every finite step and
+        every ``"backoff"`` (Paddle: each so-and-so-many-th overflow in a row).
+      gradient_limit: do not grow while the largest gradient of the step, at the larger
+        scale, would be above it: 65504 where gradients are computed in float16. The rule
+        then asks for ``largest_gradient``. Off by default: it costs a second read of
+        the gradients to save one step in N + 1.
+
+    Arrays and tracers are taken as they come (this is how
+    ``optax.inject_hyperparams`` passes them) and are clamped to the legal range
+    where they are used, because a traced value cannot be compared in Python. A
+    ``max_scale`` array that is not finite stands for the default: float16 cannot
+    hold it.
+
+    Returns:
+      A :class:`Rule` whose state is a :class:`DynamicRuleState`, or a
+      :class:`HysteresisRuleState` where ``hysteresis`` is an array or above 1. Called
+      without ``last_finite``, its ``update`` takes each overflow for a single one.
+
+    Raises:
+      TypeError: an argument is not a real number (bool is not), or a number of steps or
+        overflows is not an integer.
+      ValueError: an argument is out of range, NaN or inf, or the bounds and
+        ``init_scale`` are out of order. The message says which.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_dls as dls
+      >>> rule = dls.rules.dynamic(init_scale=8.0, growth_interval=2)
+      >>> scale, state = rule.init()
+      >>> for finite in (True, True, False):
+      ...     scale, state = rule.update(jnp.array(finite), scale, state)
+      ...     print(float(scale))
+      8.0
+      16.0
+      8.0
+
+    References:
+      Micikevicius et al., `Mixed Precision Training
+      <https://arxiv.org/abs/1710.03740>`_, 2018; Jacobson, `Congestion Avoidance and
+      Control <https://doi.org/10.1145/52325.52356>`_, 1988
+    """
+    _settings.check_scales(init_scale, min_scale, max_scale)
+    _settings.check_factors(growth_factor, backoff_factor)
+    _settings.check_steps(
+        "growth_interval",
+        growth_interval,
+        "Use 2000, or growth_factor=1.0 for a scale that never grows.",
+    )
+    if recovery_interval is not None:
+        _settings.check_steps(
+            "recovery_interval",
+            recovery_interval,
+            "Use 10, or None for the rule without recovery.",
+        )
+    if hysteresis is not None:
+        _settings.check_steps(
+            "hysteresis", hysteresis, "Use 2, or None to back off at each overflow."
+        )
+    if hysteresis_refill not in ("growth", "finite", "backoff"):
+        raise ValueError(
+            "hysteresis_refill must be 'growth', 'finite' or 'backoff', got "
+            f"{hysteresis_refill!r}."
+        )
+    if gradient_limit is not None:
+        _settings.check_gradient_limit(gradient_limit)
+    tolerance: ArrayLike = 1 if hysteresis is None else hysteresis
+    is_tolerant = not (isinstance(tolerance, numbers.Integral) and tolerance == 1)
+
+    def clip(loss_scale: ArrayLike) -> jax.Array:
+        return _settings.clip(_settings.float32(loss_scale), min_scale, max_scale)
+
+    def intervals() -> tuple[jax.Array, jax.Array | None]:
+        interval = _settings.steps(growth_interval)
+        if recovery_interval is None:
+            return interval, None
+        return interval, jnp.minimum(_settings.steps(recovery_interval), interval)
+
+    def init() -> tuple[jax.Array, optax.OptState]:
+        count = jnp.zeros((), jnp.int32)
+        if not is_tolerant:
+            return clip(init_scale), DynamicRuleState(growth_count=count)
+        return clip(init_scale), HysteresisRuleState(count, _settings.steps(tolerance))
+
+    def update(
+        grads_finite: jax.Array,
+        loss_scale: jax.Array,
+        rule_state: optax.OptState,
+        *,
+        last_finite: ArrayLike = True,
+        largest_gradient: ArrayLike = 0.0,
+    ) -> tuple[jax.Array, optax.OptState]:
+        growth = _settings.clamp(_settings.float32(growth_factor), 1, np.inf)
+        backoff = _settings.clamp(_settings.float32(backoff_factor), 0, 1)
+        interval, recovery = intervals()
+        grown, backed_off = loss_scale * growth, clip(loss_scale * backoff)
+
+        count = rule_state.growth_count
+        fits: ArrayLike = True
+        if gradient_limit is not None:
+            fits = grown * largest_gradient <= gradient_limit
+        grows, finite_count = _count_finite(
+            count, interval, recovery, last_finite=last_finite, fits=fits
+        )
+        backs_off, is_first = jnp.array(True), jnp.asarray(last_finite)
+        if is_tolerant:
+            left, backs_off, is_first = _hysteresis.count_overflow(
+                rule_state.overflows_left, tolerance, hysteresis_refill, last_finite
+            )
+        streak_count = jnp.where(last_finite, 0, jnp.minimum(count, 0))
+        if recovery is not None:
+            way_back = _steps_back(backed_off, loss_scale, growth, recovery)
+            way_back = jnp.where(backs_off & ~is_first, way_back, 0)
+            streak_count = jnp.maximum(streak_count - way_back, LOWEST_COUNT)
+
+        new_scale = jnp.where(
+            grads_finite,
+            jnp.where(grows, grown, loss_scale),
+            jnp.where(backs_off, backed_off, loss_scale),
+        )
+        new_count = jnp.where(grads_finite, finite_count, streak_count)
+        if not is_tolerant:
+            return clip(new_scale), DynamicRuleState(growth_count=new_count)
+        refilled = _hysteresis.count_finite(
+            rule_state.overflows_left, tolerance, hysteresis_refill, grows
+        )
+        return clip(new_scale), HysteresisRuleState(
+            growth_count=new_count,
+            overflows_left=jnp.where(grads_finite, refilled, left),
+        )
+
+    needs = ("last_finite",) if recovery_interval is not None or is_tolerant else ()
+    if gradient_limit is not None:
+        needs = (*needs, "largest_gradient")
+    return Rule(init, update, needs)
+
+
+def _count_finite(
+    count: jax.Array,
+    interval: jax.Array,
+    recovery: jax.Array | None,
+    *,
+    last_finite: ArrayLike,
+    fits: ArrayLike,
+) -> tuple[jax.Array, jax.Array]:
+    """Whether the scale grows at a finite step, and the count after it."""
+    # Compare before counting, so that no interval can overflow the counter.
+    is_due = count >= interval - 1
+    if recovery is not None:
+        # At the end of a streak, whole intervals.
+        count = jnp.where(last_finite, count, count // recovery * recovery)
+        is_due = jnp.where(count < 0, (count + 1) % recovery == 0, is_due)
+    counted = jnp.where(is_due & (count >= 0), 0, count + 1)
+    return is_due & fits, jnp.where(is_due & ~jnp.asarray(fits), count, counted)
+
+
+def _steps_back(
+    low: jax.Array, high: jax.Array, growth_factor: jax.Array, recovery: jax.Array
+) -> jax.Array:
+    """Finite steps that a recovering scale takes from ``low`` to ``high``."""
+    growths = jnp.log2(high / low) / jnp.log2(growth_factor)
+    whole = jnp.round(growths)
+    # The logarithms are a few roundings off.
+    growths = jnp.where(jnp.abs(growths - whole) < 1e-3, whole, growths)
+    growths = jnp.where(growth_factor > 1.0, growths, 0.0)
+    steps = growths * recovery.astype(jnp.float32)
+    return jnp.minimum(steps, -LOWEST_COUNT).astype(jnp.int32)

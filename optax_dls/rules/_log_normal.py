@@ -1,0 +1,199 @@
+"""A rule that knows how large gradients are, and how much they vary."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.scipy.special import ndtri
+from jax.typing import ArrayLike
+
+from . import _settings
+from ._rule import DEFAULT_INIT_SCALE, DEFAULT_MAX_SCALE, DEFAULT_MIN_SCALE, Rule
+
+LARGEST_FLOAT16 = 65504.0
+
+# Where a scale overflowed the averages were wrong: as if they were of so few steps, they
+# learn faster from then on.
+COUNT_AFTER_OVERFLOW = 20
+
+
+class LogNormalRuleState(NamedTuple):
+    """State of :func:`log_normal`, all about log2 of the largest gradient.
+
+    Attributes:
+      step_count: steps observed.
+      mean: average.
+      slow_mean: average over a longer time, for the variance.
+      variance: mean square of the distance from that.
+    """
+
+    step_count: jax.Array  # shape=(), dtype=int32
+    mean: jax.Array  # shape=(), dtype=float32
+    slow_mean: jax.Array  # shape=(), dtype=float32
+    variance: jax.Array  # shape=(), dtype=float32
+
+
+def log_normal(
+    *,
+    init_scale: ArrayLike = DEFAULT_INIT_SCALE,
+    overflow_probability: ArrayLike = 0.001,
+    mean_decay: ArrayLike = 0.99,
+    variance_decay: ArrayLike = 0.999,
+    gradient_limit: ArrayLike = LARGEST_FLOAT16,
+    growth_factor: ArrayLike = 2.0,
+    backoff_factor: ArrayLike = 0.5,
+    min_scale: ArrayLike = DEFAULT_MIN_SCALE,
+    max_scale: ArrayLike = DEFAULT_MAX_SCALE,
+    power_of_two: bool = True,
+) -> Rule:
+    r"""As large as it may be for gradients that seldom overflow, by their statistics.
+
+    With :math:`x_t` the log2 of the largest gradient of the step, :math:`\mu` and
+    :math:`\sigma` its running mean and deviation, and :math:`z` the quantile of the
+    normal distribution that ``overflow_probability`` leaves above:
+
+    .. math:: S_{t+1} = \text{gradient\_limit} \cdot 2^{-(\mu + z \sigma)}
+
+    The first overflow of a streak enters as the size that it proves, one bit above what
+    the scale could hold, :math:`x_t = 1 + \log_2(\text{gradient\_limit} / S_t)`. Each
+    backs off at least by ``backoff_factor``; the next finite steps take the scale back, by
+    at most ``growth_factor`` each. A step whose gradients are all zero is not counted.
+
+    It looks at the gradients of the parameters. Where others overflow before them, inside
+    the network, overflows alone teach it, and :func:`dynamic` is the better choice.
+
+    Args:
+      init_scale: the scale of the first step.
+      overflow_probability: the share of steps that may overflow, between 0 and 0.5.
+      mean_decay: of the running mean, between 0 and 1: 0.99 looks back 100 steps.
+      variance_decay: of the averages for the deviation, between 0 and 1.
+      gradient_limit: the largest number that gradients can hold, 65504 in float16.
+      growth_factor: the largest growth in a step, at least 1 (``inf`` for any).
+      backoff_factor: the least backoff at an overflow, between 0 and 1.
+      min_scale: the floor.
+      max_scale: the ceiling.
+      power_of_two: round the scale down to a power of two, so that scaling is exact.
+
+    Returns:
+      A :class:`Rule` that asks for ``largest_gradient``, with a
+      :class:`LogNormalRuleState`.
+
+    Raises:
+      TypeError, ValueError: as :func:`dynamic`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import optax_dls as dls
+      >>> rule = dls.rules.log_normal(init_scale=1.0)
+      >>> scale, state = rule.init()
+      >>> for _ in range(20):
+      ...     scale, state = rule.update(
+      ...         jnp.array(True), scale, state, largest_gradient=jnp.float32(0.5))
+      >>> float(scale)  # the largest power of two that keeps 0.5 below 65504
+      65536.0
+
+    References:
+      Kuchaiev et al., `Mixed-Precision Training for NLP and Speech Recognition with
+      OpenSeq2Seq <https://arxiv.org/abs/1805.10387>`_, 2018
+    """
+    _settings.check_scales(init_scale, min_scale, max_scale)
+    _settings.check_backoff_factor(backoff_factor)
+    _settings.check(
+        "growth_factor", growth_factor, "at least 1", lambda x: x >= 1, "Use 2.0."
+    )
+    _settings.check(
+        "overflow_probability",
+        overflow_probability,
+        "above 0 and below 0.5",
+        lambda x: 0 < x < 0.5,
+        "Use 0.001.",
+    )
+    for name, decay in (("mean_decay", mean_decay), ("variance_decay", variance_decay)):
+        _settings.check(
+            name, decay, "above 0 and below 1", lambda x: 0 < x < 1, "Use 0.99."
+        )
+    _settings.check_gradient_limit(gradient_limit)
+    if not isinstance(power_of_two, bool):
+        raise TypeError(f"power_of_two must be True or False, got {power_of_two!r}.")
+
+    def init() -> tuple[jax.Array, optax.OptState]:
+        loss_scale = _settings.clip(_settings.float32(init_scale), min_scale, max_scale)
+        zero = jnp.zeros((), jnp.float32)
+        return loss_scale, LogNormalRuleState(
+            jnp.zeros((), jnp.int32), zero, zero, zero
+        )
+
+    def update(
+        grads_finite: jax.Array,
+        loss_scale: jax.Array,
+        rule_state: optax.OptState,
+        *,
+        last_finite: ArrayLike = True,
+        largest_gradient: ArrayLike,
+    ) -> tuple[jax.Array, optax.OptState]:
+        limit = jnp.log2(_settings.float32(gradient_limit))
+        largest = jnp.asarray(largest_gradient, jnp.float32)
+        # The first overflow of a streak alone: in a burst of NaN the scale falls on and on.
+        is_proof = ~grads_finite & last_finite
+        x = jnp.where(
+            grads_finite,
+            jnp.log2(jnp.where(largest > 0, largest, 1.0)),
+            1 + limit - jnp.log2(loss_scale),
+        )
+        forgetful = rule_state._replace(
+            step_count=jnp.where(
+                is_proof,
+                jnp.minimum(rule_state.step_count, COUNT_AFTER_OVERFLOW),
+                rule_state.step_count,
+            )
+        )
+        rule_state = jax.tree.map(
+            lambda new, old: jnp.where(
+                is_proof | (grads_finite & (largest > 0)), new, old
+            ),
+            _observe(forgetful, x, mean_decay, variance_decay),
+            rule_state,
+        )
+        z = -ndtri(_settings.float32(overflow_probability))
+        exponent = limit - rule_state.mean - z * jnp.sqrt(rule_state.variance)
+        exponent = jnp.clip(exponent, -126.0, 126.0)
+        if power_of_two:
+            one = jnp.ones_like(exponent)
+            best = jnp.ldexp(one, jnp.floor(exponent).astype(jnp.int32))
+        else:
+            best = jnp.exp2(exponent)
+        growth = _settings.clamp(_settings.float32(growth_factor), 1, np.inf)
+        backoff = _settings.clamp(_settings.float32(backoff_factor), 0, 1)
+        farthest = loss_scale * jnp.where(grads_finite, growth, backoff)
+        best = jnp.where(rule_state.step_count > 0, best, loss_scale)
+        return _settings.clip(
+            jnp.minimum(best, farthest), min_scale, max_scale
+        ), rule_state
+
+    return Rule(init, update, ("last_finite", "largest_gradient"))
+
+
+def _observe(
+    rule_state: LogNormalRuleState,
+    x: jax.Array,
+    mean_decay: ArrayLike,
+    variance_decay: ArrayLike,
+) -> LogNormalRuleState:
+    """Averages with one more x, of the weights (1 - decay) decay**age, summing to 1."""
+    count = optax.safe_increment(rule_state.step_count)
+
+    def share_of_newest(decay: ArrayLike) -> jax.Array:
+        decay = jnp.clip(_settings.float32(decay), 0.0, 1 - 1e-6)
+        return (1 - decay) / (1 - decay ** count.astype(jnp.float32))
+
+    # From distances, not from squares, whose difference loses all digits.
+    share = share_of_newest(variance_decay)
+    distance = x - rule_state.slow_mean
+    return LogNormalRuleState(
+        step_count=count,
+        mean=rule_state.mean + share_of_newest(mean_decay) * (x - rule_state.mean),
+        slow_mean=rule_state.slow_mean + share * distance,
+        variance=(1 - share) * (rule_state.variance + share * distance * distance),
+    )

@@ -1,0 +1,58 @@
+"""What a rule is, and the bounds that every scale keeps."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import optax
+
+# XLA flushes subnormal float32 numbers to zero. Outside these bounds the scale,
+# its reciprocal or an ordinary scaled gradient would be one, and silently vanish.
+SMALLEST_SCALE = 2.0**-100
+LARGEST_SCALE = 2.0**126
+
+DEFAULT_INIT_SCALE = 2.0**15
+DEFAULT_GROWTH_INTERVAL = 2000
+DEFAULT_RECOVERY_INTERVAL = 10
+DEFAULT_MIN_SCALE = 2.0**-14
+DEFAULT_MAX_SCALE = 2.0**32
+
+NEEDS = ("last_finite", "largest_gradient")
+
+
+class Rule(NamedTuple):
+    """How the loss scale moves, as a pair of pure functions on scalars.
+
+    Attributes:
+      init: ``() -> (loss_scale, rule_state)``, the scale of the first step
+        (shape (), float32) and a pytree of whatever the rule has to remember.
+      update: ``(grads_finite, loss_scale, rule_state) -> (loss_scale, rule_state)``,
+        called once a step; ``grads_finite`` has shape () and dtype bool. The shapes
+        and dtypes of the state must not change.
+      needs: names of keyword arguments that ``update`` takes besides. A rule pays for
+        what it asks for and no other does:
+
+        - ``"last_finite"``: ``grads_finite`` of the step before, True before the first.
+        - ``"largest_gradient"``: the largest finite magnitude among the entries of the
+          unscaled gradients, shape () and float32, equal on all devices that share the
+          scale. It costs a second reduction over the gradients.
+
+    Example:
+      A rule that halves the scale on overflow and never grows:
+
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> import optax_dls as dls
+      >>> def halve(grads_finite, loss_scale, rule_state):
+      ...     return jnp.where(grads_finite, loss_scale, loss_scale / 2), rule_state
+      >>> rule = dls.rules.Rule(lambda: (jnp.float32(1024), ()), halve)
+      >>> tx = dls.loss_scaling(optax.sgd(0.1), rule)
+      >>> state = tx.init(jnp.ones(2))
+      >>> _, state = tx.update(jnp.array([jnp.inf, 0.0]), state)
+      >>> float(dls.loss_scale(state))
+      512.0
+    """
+
+    init: Callable[[], tuple[jax.Array, optax.OptState]]
+    update: Callable[..., tuple[jax.Array, optax.OptState]]
+    needs: tuple[str, ...] = ()

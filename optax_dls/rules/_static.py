@@ -1,0 +1,69 @@
+"""Scales that do not move: a fixed one, and none at all."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from ._rule import LARGEST_SCALE, SMALLEST_SCALE, Rule
+from ._settings import check_scale, clamp, float32
+
+
+def static(scale: ArrayLike) -> Rule:
+    r"""A fixed scale, :math:`S_t = S`; steps that overflow are still skipped.
+
+    The scale is that of the rule, also where a restored state brought another one: it
+    holds from the second step on.
+
+    Args:
+      scale: the factor itself (not its exponent). A power of two is exact.
+
+    Returns:
+      A :class:`Rule` without state.
+
+    Raises:
+      TypeError: ``scale`` is not a real number.
+      ValueError: ``scale`` is outside [2**-100, 2**126], NaN or inf.
+
+    Example:
+      >>> import optax_dls as dls
+      >>> scale, state = dls.rules.static(128.0).init()
+      >>> float(scale)
+      128.0
+    """
+    check_scale("scale", scale)
+
+    def init() -> tuple[jax.Array, optax.OptState]:
+        return clamp(float32(scale), SMALLEST_SCALE, LARGEST_SCALE), ()
+
+    def update(
+        grads_finite: jax.Array, loss_scale: jax.Array, rule_state: optax.OptState
+    ) -> tuple[jax.Array, optax.OptState]:
+        del grads_finite, loss_scale, rule_state
+        return init()
+
+    return Rule(init, update)
+
+
+class NoScalingState(NamedTuple):
+    """State of :func:`none`: empty, but it tells that nothing is scaled or skipped."""
+
+
+def none() -> Rule:
+    """No scaling: the scale is 1, and nothing is checked, unscaled or skipped.
+
+    Returns:
+      A :class:`Rule` with the empty :class:`NoScalingState`.
+
+    Example:
+      >>> import optax_dls as dls
+      >>> scale, state = dls.rules.none().init()
+      >>> float(scale)
+      1.0
+    """
+    return Rule(
+        lambda: (jnp.ones((), jnp.float32), NoScalingState()),
+        lambda grads_finite, loss_scale, rule_state: (loss_scale, rule_state),
+    )
