@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from . import profiles as profiles
 from . import rules as rules
 from ._diagnose import Finding as Finding
 from ._diagnose import diagnose as diagnose
@@ -13,6 +14,7 @@ from ._grad import unscale as unscale
 from ._grad import value_and_scaled_grad as value_and_scaled_grad
 from ._history import History as History
 from ._interpret import Nonfinite as Nonfinite
+from ._layers import layer_scaling as layer_scaling
 from ._locate import locate_nonfinite as locate_nonfinite
 from ._report import GradientReport as GradientReport
 from ._report import gradient_report as gradient_report
@@ -45,11 +47,13 @@ __all__ = (
     "dynamic_loss_scaling",
     "find_scale",
     "gradient_report",
+    "layer_scaling",
     "locate_nonfinite",
     "loss_scale",
     "loss_scaling",
     "metrics",
     "no_loss_scaling",
+    "profiles",
     "raise_if_stalled",
     "rollback_if_skipped",
     "rules",

@@ -265,10 +265,12 @@ def _collapsed(run: _Run) -> Finding | None:
         return None
     return Finding(
         "collapsed after a burst",
-        f"{fall} skips in a row took the scale from {before:g} to {run.scale[end]:g}; it "
-        f"needs {missing * run.growth_interval:.0f} steps to climb back",
+        f"{fall} skips in a row took the scale from {before:g} to {run.scale[end]:g}; "
+        f"without a recovery_interval it needs {missing * run.growth_interval:.0f} steps to "
+        "climb back",
         "a burst of bad batches",
-        "value=loss in tx.update: then a loss that is not finite leaves the scale alone; "
+        "recovery_interval=10, the default of dynamic_loss_scaling; value=loss in "
+        "tx.update: then a loss that is not finite leaves the scale alone; "
         "optax.tree.set(opt_state, loss_scale=...) to put it back now",
     )
 

@@ -93,10 +93,10 @@ def dynamic(
       hysteresis_refill: what makes the tolerance whole again: ``"growth"`` of the scale
         alone (as in Megatron), every ``"finite"`` step (apex), or every finite step and
         every ``"backoff"`` (Paddle: each so-and-so-many-th overflow in a row).
-      gradient_limit: do not grow while the largest gradient of the step, at the larger
-        scale, would be above it: 65504 where gradients are computed in float16. The rule
-        then asks for ``largest_gradient``. Off by default: it costs a second read of
-        the gradients to save one step in N + 1.
+      gradient_limit: no growth at a step whose largest gradient, at the larger scale,
+        would be above it: 65504 where gradients are computed in float16. The interval then
+        starts anew. The rule asks for ``largest_gradient``. Off by default: it costs a
+        second read of the gradients to save one step in N + 1.
 
     Arrays and tracers are taken as they come (this is how
     ``optax.inject_hyperparams`` passes them) and are clamped to the legal range
@@ -242,8 +242,11 @@ def _count_finite(
         # At the end of a streak, whole intervals.
         count = jnp.where(last_finite, count, count // recovery * recovery)
         is_due = jnp.where(count < 0, (count + 1) % recovery == 0, is_due)
-    counted = jnp.where(is_due & (count >= 0), 0, count + 1)
-    return is_due & fits, jnp.where(is_due & ~jnp.asarray(fits), count, counted)
+    grows = is_due & fits
+    # Where it does not fit, a recovery ends, and the interval starts anew: to ask at every
+    # step would be to wait for the luckiest.
+    restarts = is_due & ((count >= 0) | ~grows)
+    return grows, jnp.where(restarts, 0, count + 1)
 
 
 def _steps_back(
