@@ -27,7 +27,9 @@ Params = list[tuple[jax.Array, jax.Array]]
 
 def start_params() -> Params:
     keys = jax.random.split(jax.random.key(0), (LAYERS + 1, 2))
-    weights = [0.42 / WIDTH**0.5 * jax.random.normal(k, (WIDTH, WIDTH)) for k, _ in keys]
+    weights = [
+        0.42 / WIDTH**0.5 * jax.random.normal(k, (WIDTH, WIDTH)) for k, _ in keys
+    ]
     biases = [0.5 * jax.random.normal(k, (WIDTH,)) for _, k in keys]
     return list(zip(weights, biases, strict=True))
 

@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from . import interop as interop
 from . import profiles as profiles
 from . import rules as rules
 from ._diagnose import Finding as Finding
@@ -47,6 +48,7 @@ __all__ = (
     "dynamic_loss_scaling",
     "find_scale",
     "gradient_report",
+    "interop",
     "layer_scaling",
     "locate_nonfinite",
     "loss_scale",

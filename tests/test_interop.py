@@ -1,0 +1,205 @@
+"""The scaler states of other systems, read in the middle of a run and written again."""
+
+import dataclasses
+import json
+import pathlib
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_dls as dls
+from optax_dls import profiles
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden.json").read_text())
+# What each system held after so many steps of a recording, as it saves it.
+MIDWAY = [
+    (
+        *("torch", "random_p0.2_n3", 18),
+        {
+            "scale": 2.0**15,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 3,
+            "_growth_tracker": 1,
+        },
+    ),
+    (
+        *("megatron", "random_p0.2_n2_hysteresis2", 34),
+        # Tensors of one element each.
+        {
+            "scale": np.float32([2.0**27]),
+            "growth_tracker": np.int32([0]),
+            "hysteresis_tracker": np.int32([1]),
+        },
+    ),
+    *(
+        (
+            *("deepspeed", f"random_p0.2_n2_shift3_consecutive{consecutive}", 32),
+            {
+                "cur_scale": 2.0**24,
+                "cur_iter": 32,
+                "last_overflow_iter": 30,
+                "scale_window": 2,
+                "cur_hysteresis": left,
+                "raise_error": False,
+            },
+        )
+        for consecutive, left in ((False, 2), (True, 3))
+    ),
+    ("flax", "random_p0.2_n3", 21, {"scale": 2.0**14, "fin_steps": 2}),
+    ("jmp", "random_p0.2_n3", 21, {"loss_scale": 2.0**14, "counter": 2, "period": 3}),
+]
+
+
+def case_of(system, name):
+    (case,) = [c for c in GOLDEN["systems"][system] if c["name"] == name]
+    finite = [flag == "." for flag in GOLDEN["flags"][case["flags"]]]
+    exponents, path = GOLDEN["scales"][case["scales"]]
+    scales = [2.0 ** exponents[ord(c) - 48] for c in path]
+    config = {k: v for k, v in case["config"].items() if k != "jit"}
+    return getattr(profiles, system)(**config), np.array(finite), scales
+
+
+@pytest.mark.parametrize(("system", "name", "steps", "saved"), MIDWAY)
+def test_goes_on_where_the_recorded_system_was(system, name, steps, saved):
+    rule, finite, recorded = case_of(system, name)
+    tx = dls.loss_scaling(optax.sgd(1.0), rule)
+
+    @jax.jit
+    def go_on(state, finite):
+        def step(state, is_finite):
+            grads = jnp.where(is_finite, dls.loss_scale(state), jnp.inf)
+            _, state = tx.update(grads, state)
+            return state, dls.loss_scale(state)
+
+        return jax.lax.scan(step, state, finite)[1]
+
+    fresh = tx.init(jnp.zeros(()))
+    state = dls.interop.import_scaler(system, saved, fresh)
+    assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, fresh)
+    np.testing.assert_array_equal(go_on(state, finite[steps:]), recorded[steps:])
+
+
+@pytest.mark.parametrize(("system", "name", "steps", "saved"), MIDWAY)
+def test_out_and_in_again_is_the_same_state(system, name, steps, saved):
+    rule, _, _ = case_of(system, name)
+    fresh = dls.loss_scaling(optax.sgd(1.0), rule).init(jnp.zeros(2))
+    state = dls.interop.import_scaler(system, saved, fresh)
+    settings = {"scale_window": 2} if system == "deepspeed" else {}
+    exported = dls.interop.export_scaler(system, state, **settings)
+    assert all(type(value) in (int, float) for value in exported.values())
+    assert json.loads(json.dumps(exported)) == exported
+    again = dls.interop.import_scaler(system, exported, fresh)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_flax_and_jmp_take_what_is_exported_and_move_alike():
+    state = dls.loss_scaling(optax.sgd(1.0), profiles.flax()).init(jnp.zeros(2))
+    state = optax.tree.set(
+        state, loss_scale=jnp.float32(512), growth_count=jnp.int32(5)
+    )
+    as_flax = dls.interop.export_scaler("flax", state)
+    restored = flax.serialization.from_state_dict(DynamicScale(), as_flax)
+    assert (restored.scale, restored.fin_steps) == (512.0, 5)
+    to_and_fro = flax.serialization.to_state_dict(restored)
+    assert dls.interop.import_scaler("flax", to_and_fro, state) is not state
+
+    as_jmp = dls.interop.export_scaler("jmp", state)
+    scale = jmp.DynamicLossScale(
+        jnp.float32(as_jmp["loss_scale"]), jnp.int32(as_jmp["counter"])
+    )
+    saved = {f.name: getattr(scale, f.name) for f in dataclasses.fields(scale)}
+    again = dls.interop.import_scaler("jmp", saved, state)
+    assert int(optax.tree.get(again, "growth_count")) == 5
+
+
+def test_torch_gets_all_the_keys_that_its_load_state_dict_wants():
+    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+    assert dls.interop.export_scaler("torch", state, growth_interval=100) == {
+        "scale": 32768.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 100,
+        "_growth_tracker": 0,
+    }
+
+
+@pytest.mark.parametrize("system", dls.interop.SYSTEMS)
+def test_a_recovering_scale_goes_out_with_a_count_of_zero(system):
+    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+    state = optax.tree.set(state, growth_count=jnp.int32(-30))
+    exported = dls.interop.export_scaler(system, state)
+    counts = ("_growth_tracker", "growth_tracker", "fin_steps", "counter", "cur_iter")
+    assert [exported[key] for key in counts if key in exported] == [0]
+
+
+def test_reaches_the_scaler_in_any_state_and_keeps_its_sharding():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    tx = optax.chain(
+        dls.loss_scaling(optax.adam(1.0), dls.rules.retrying(dls.rules.dynamic()))
+    )
+    state = jax.device_put(tx.init(jnp.zeros(8)), NamedSharding(mesh, P()))
+    new = dls.interop.import_scaler("flax", {"scale": 8.0, "fin_steps": 3}, state)
+    assert float(dls.loss_scale(new)) == 8.0
+    assert int(optax.tree.get(new, "growth_count")) == 3
+    assert jax.tree.map(lambda x: x.sharding, new) == jax.tree.map(
+        lambda x: x.sharding, state
+    )
+
+
+@pytest.mark.parametrize("scale", [0.0, np.inf, np.nan, 2.0**-130])
+def test_a_scale_that_the_other_system_lost_is_refused(scale):
+    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+    with pytest.raises(ValueError, match="scale must be a finite number from 2"):
+        dls.interop.import_scaler("flax", {"scale": scale, "fin_steps": 3}, state)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda s: dls.interop.import_scaler("tf", {}, s),
+            ValueError,
+            "must be one of",
+        ),
+        (
+            lambda s: dls.interop.import_scaler("torch", {}, s),
+            ValueError,
+            "has no 'scale'",
+        ),
+        (
+            lambda s: dls.interop.export_scaler("jmp", s, period=3),
+            ValueError,
+            "does not save 'period'",
+        ),
+        (
+            lambda s: dls.interop.export_scaler(
+                "torch", dls.static_loss_scaling(optax.sgd(1.0), 8.0).init(jnp.zeros(2))
+            ),
+            TypeError,
+            "must be of a dynamic rule",
+        ),
+        (
+            lambda s: dls.interop.export_scaler(
+                "torch",
+                jax.vmap(dls.dynamic_loss_scaling(optax.sgd(1.0)).init)(jnp.ones(3)),
+            ),
+            TypeError,
+            "must hold one scale",
+        ),
+        (lambda s: dls.interop.export_scaler("torch", 3.0), TypeError, "Not a number"),
+    ],
+)
+def test_errors_say_what_to_do(call, error, message):
+    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+    with pytest.raises(error, match=message):
+        call(state)

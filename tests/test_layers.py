@@ -1,0 +1,227 @@
+"""A loss scale for one layer: gradients of any size pass through float16."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_dls as dls
+
+W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
+X = jax.random.normal(jax.random.key(1), (8, 16))
+
+
+def layer(w, x, dtype=jnp.float16):
+    return jnp.tanh(x.astype(dtype) @ w.astype(dtype))
+
+
+def loss(w, x, wrap, weight=1.0, dtype=jnp.float16):
+    y = wrap(functools.partial(layer, dtype=dtype))(w, x)
+    return weight * jnp.sum(y.astype(jnp.float32) ** 2)
+
+
+def as_it_is(fn):
+    return fn
+
+
+def assert_close(actual, expected):
+    """Within a few roundings of float16."""
+    actual, expected = map(np.asarray, (actual, expected))
+    np.testing.assert_allclose(
+        actual, expected, rtol=0.02, atol=2e-3 * np.max(np.abs(expected))
+    )
+
+
+def test_the_forward_pass_is_that_of_the_layer_in_float32():
+    output = dls.layer_scaling(layer)(W, X)
+    assert output.dtype == jnp.float32
+    np.testing.assert_array_equal(output, layer(W, X).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("weight", [2.0**-100, 1e-20, 1e-8, 1.0, 1e8, 2.0**100])
+def test_gradients_of_any_size_are_those_of_float32(weight):
+    def gradients(wrap, dtype):
+        grad_fn = jax.grad(loss, argnums=(0, 1))
+        return jax.jit(grad_fn, static_argnums=(2, 4))(W, X, wrap, weight, dtype)
+
+    scaled = gradients(dls.layer_scaling, jnp.float16)
+    for actual, expected in zip(scaled, gradients(as_it_is, jnp.float32), strict=True):
+        assert actual.dtype == jnp.float32
+        assert_close(actual, expected)
+
+
+def test_a_layer_that_overflows_at_the_first_scale_is_tried_at_a_lower_one():
+    def amplifying(w, x):
+        return x.astype(jnp.float16) @ w.astype(jnp.float16) * jnp.float16(2.0**14)
+
+    def total(w, fn):
+        return 1e-12 * jnp.sum(fn(w, 0.01 * X))
+
+    grads = jax.jit(jax.grad(total), static_argnums=1)(W, dls.layer_scaling(amplifying))
+    expected = 1e-12 * 2.0**14 * 0.01 * jnp.sum(X, 0)[:, None] * jnp.ones((1, 16))
+    assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_what_is_not_finite_is_handed_on_and_the_step_is_skipped(bad):
+    tx = dls.dynamic_loss_scaling(optax.sgd(1.0))
+    state = tx.init(W)
+    _, grads = dls.value_and_scaled_grad(loss)(
+        W, X.at[0, 0].set(bad), dls.layer_scaling, state=state
+    )
+    assert not dls.all_finite(grads)
+    updates, state = tx.update(grads, state, W)
+    assert not updates.any()
+    assert int(state.scaler.total_skips) == 1
+
+
+def test_zero_gradients_stay_zero():
+    grads = jax.grad(loss)(W, X, dls.layer_scaling, 0.0)
+    np.testing.assert_array_equal(grads, np.zeros_like(grads))
+
+
+def test_trees_integers_and_half_precision_parameters():
+    def embed(params, ids):
+        table, bias = params["table"], params["bias"]
+        return {"rows": table[ids] + bias, "count": ids.size}
+
+    params = {"table": W.astype(jnp.float16), "bias": jnp.zeros((1, 16), jnp.float16)}
+    ids = jnp.array([0, 3, 3])
+
+    def total(params):
+        out = dls.layer_scaling(embed)(params, ids)
+        assert out["rows"].dtype == jnp.float32
+        return 1e-3 * jnp.sum(out["rows"]) / out["count"]
+
+    grads = jax.grad(total)(params)
+    assert all(g.dtype == jnp.float16 for g in jax.tree.leaves(grads))
+    assert_close(grads["table"].sum(1), 1e-3 / 3 * 16 * jnp.zeros(16).at[ids].add(1.0))
+
+
+def test_early_layers_of_a_deep_network_that_one_scale_cannot_reach():
+    """As benchmarks/layers.py, at the start of the training."""
+    keys = jax.random.split(jax.random.key(2), (32, 2))
+    params = [
+        (0.1 * jax.random.normal(w, (16, 16)), 0.5 * jax.random.normal(b, (1, 16)))
+        for w, b in keys
+    ]
+
+    def deep(layer_params, x):
+        w, b = (p.astype(jnp.float16) for p in layer_params)
+        return jnp.tanh(x.astype(jnp.float16) @ w + b)
+
+    def zeros(wrap, loss_scale):
+        def loss(params):
+            x = X
+            for layer_params in params:
+                x = wrap(deep)(layer_params, x)
+            return loss_scale * jnp.sum(x.astype(jnp.float32))
+
+        grads = jax.jit(jax.grad(loss))(params)
+        return dls.all_finite(grads), [float(jnp.mean(g == 0)) for g, _ in grads]
+
+    finite, shares = zeros(as_it_is, 2.0**11)
+    assert finite
+    assert shares[:8] == [1.0] * 8
+    assert not zeros(as_it_is, 2.0**15)[0]
+    finite, shares = zeros(dls.layer_scaling, 1.0)
+    assert finite
+    assert max(shares) < 0.05
+
+
+def test_linen():
+    class Scaled(nn.Module):
+        layer: nn.Module
+
+        def __call__(self, x):
+            if self.is_initializing():
+                return self.layer(x).astype(jnp.float32)
+            module, variables = self.layer.unbind()
+            return dls.layer_scaling(module.apply)(variables, x)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x = Scaled(nn.Dense(16, dtype=jnp.float16))(x)
+            return x
+
+    params = Model().init(jax.random.key(0), X)
+    grads = jax.grad(lambda p: 1e-12 * jnp.sum(Model().apply(p, X) ** 2))(params)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    for grad in jax.tree.leaves(grads):
+        assert float(jnp.mean(grad == 0)) == 0.0
+
+
+def test_nnx():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List(
+                [nnx.Linear(16, 16, dtype=jnp.float16, rngs=rngs) for _ in range(2)]
+            )
+
+        def __call__(self, x):
+            for layer in self.layers:
+                graph, params = nnx.split(layer)
+                apply = dls.layer_scaling(lambda p, x, g=graph: nnx.merge(g, p)(x))
+                x = apply(params, x)
+            return x
+
+    model = Model(nnx.Rngs(0))
+    grads = nnx.grad(lambda model: 1e-12 * jnp.sum(model(X) ** 2))(model)
+    leaves = jax.tree.leaves(grads)
+    assert len(leaves) == 4
+    for grad in leaves:
+        assert float(jnp.mean(grad == 0)) == 0.0
+
+
+class TestDevices:
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+    def expected(self):
+        return jax.grad(loss)(W, X, as_it_is, 1e-12, jnp.float32)
+
+    def test_jit_with_sharded_rows(self):
+        x = jax.device_put(X, NamedSharding(self.mesh, P("d")))
+        grads = jax.jit(jax.grad(loss), static_argnums=2)(
+            W, x, dls.layer_scaling, 1e-12
+        )
+        assert_close(grads, self.expected())
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_shard_map_sums_gradients_that_were_scaled_alike(self, check_vma):
+        # One device's gradient is a million times that of the others.
+        rows = X * jnp.ones((8, 1)).at[3].set(1e-6)
+
+        def local(w, x):
+            grads = jax.grad(loss)(w, x, dls.layer_scaling, 1e-12)
+            return grads if check_vma else jax.lax.psum(grads, "d")
+
+        grads = jax.jit(
+            jax.shard_map(
+                local,
+                mesh=self.mesh,
+                in_specs=(P(), P("d")),
+                out_specs=P(),
+                check_vma=check_vma,
+            )
+        )(W, rows)
+        assert_close(grads, jax.grad(loss)(W, rows, as_it_is, 1e-12, jnp.float32))
+
+    def test_members_under_vmap_have_scales_of_their_own(self):
+        weights = jnp.array([1e-20, 1.0, 1e10])
+        grads = jax.vmap(lambda k: jax.grad(loss)(W, X, dls.layer_scaling, k))(weights)
+        for grad, weight in zip(grads, weights, strict=True):
+            assert_close(grad, jax.grad(loss)(W, X, as_it_is, weight, jnp.float32))
+
+
+def test_something_that_is_no_layer_is_refused():
+    with pytest.raises(TypeError, match="fn must be a layer"):
+        dls.layer_scaling(W)
