@@ -226,3 +226,80 @@ def test_a_state_that_version_0_1_0_wrote_still_loads():
     np.testing.assert_allclose(optax.tree.get(state, "mu")["b"], 0.271, rtol=1e-5)
     _, state = dls.dynamic_loss_scaling(optax.adam(1e-2)).update(params, state, params)
     assert int(state.scaler.total_skips) == 2
+
+
+RULES = {
+    "recovering": dls.rules.dynamic(init_scale=1024.0, recovery_interval=4),
+    "hysteresis": dls.rules.dynamic(hysteresis=3, growth_interval=4),
+    "overflow rate": dls.rules.overflow_rate(
+        tolerance=0.3, growth_interval=4, interval_follows_scale=True
+    ),
+    "gradual": dls.rules.gradual(growth_interval=4),
+    "log-normal": dls.rules.log_normal(),
+    "retrying": dls.rules.retrying(dls.rules.dynamic(growth_interval=3)),
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_every_rule_remembers_is_saved(tmp_path, format):
+    params = start_params()
+    wrappers = {name: dls.loss_scaling(optimizer, rule) for name, rule in RULES.items()}
+
+    @jax.jit
+    def steps(states, first, last):
+        def step(t, states):
+            bad = (t == 1) | (t == 2) | (t == 8)
+            grads = jax.tree.map(
+                lambda p: jnp.where(bad, jnp.nan, p.astype(jnp.float32) + 1), params
+            )
+            new = {}
+            for name, state in states.items():
+                scaled = jax.tree.map(lambda g, s=state: g * dls.loss_scale(s), grads)
+                _, new[name] = wrappers[name].update(scaled, state, params)
+            return new
+
+        return jax.lax.fori_loop(first, last, step, states)
+
+    start = {name: wrapper.init(params) for name, wrapper in wrappers.items()}
+    middle, end = steps(start, 0, 5), steps(start, 0, 12)
+    assert int(middle["recovering"].scaler.rule_state.growth_count) == -2
+    save(format, tmp_path / "at", middle)
+    if format == "orbax":
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            loaded = checkpointer.restore(tmp_path / "at" / "saved", start)
+    elif format == "orbax v1":
+        loaded = orbax_v1.load(tmp_path / "at" / "saved", start)
+    elif format == "flax":
+        saved = (tmp_path / "at" / "saved").read_bytes()
+        loaded = flax.serialization.from_bytes(start, saved)
+    else:
+        leaves = np.load(tmp_path / "at" / "saved.npz").values()
+        loaded = jax.tree.unflatten(jax.tree.structure(start), leaves)
+    for value, expected in zip(
+        leaves_of(steps(loaded, 5, 12)), leaves_of(end), strict=True
+    ):
+        np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.parametrize(
+    ("state", "fields"),
+    [
+        (dls.LossScalingState, "scaler inner_state"),
+        (
+            dls.ScalerState,
+            "loss_scale grads_finite consecutive_skips total_skips rule_state",
+        ),
+        (dls.rules.DynamicRuleState, "growth_count"),
+        (dls.rules.HysteresisRuleState, "growth_count overflows_left"),
+        (
+            dls.rules.OverflowRateRuleState,
+            "growth_count growth_interval overflow_count step_count",
+        ),
+        (dls.rules.GradualRuleState, "has_overflowed"),
+        (dls.rules.LogNormalRuleState, "step_count mean slow_mean variance"),
+        (dls.rules.RetryingRuleState, "unheard_retries total_retries rule_state"),
+        (dls.rules.NoScalingState, ""),
+    ],
+)
+def test_field_names_are_the_format_and_stay(state, fields):
+    assert state._fields == tuple(fields.split())

@@ -721,3 +721,105 @@ class TestBugReports:
             )(jnp.float32(1.0), jnp.arange(1.0, 5.0), state)
             updates, _ = sgd.update(grads, state)
             assert float(updates) == -2.5
+
+
+class TestLargestGradient:
+    """A rule that asks for it gets the largest of all devices that share the scale."""
+
+    rule = dls.rules.Rule(
+        lambda: (jnp.float32(2), jnp.float32(0)),
+        lambda finite, scale, state, *, largest_gradient: (scale, largest_gradient),
+        needs=("largest_gradient",),
+    )
+    tx = dls.loss_scaling(optax.sgd(1.0), rule)
+    grads = np.float32([[1, -2], [3, 4], [5, 6], [-70, 8], [np.inf, 10]] + [[0, 0]] * 3)
+
+    def largest(self, grads, state, params=None):
+        return self.tx.update(grads, state, params)[1].scaler.rule_state
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_under_jit(self, kind):
+        sharding = NamedSharding(mesh_of(kind, d=8), P("d"))
+        grads = jax.device_put(self.grads, sharding)
+        state = self.tx.init(grads)
+        assert float(jax.jit(self.largest)(grads, state, grads)) == 35.0
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_in_shard_map_with_a_shared_scaler(self, check_vma):
+        state = self.tx.init(jnp.zeros(2))
+
+        @jax.jit
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh_of(d=8),
+            in_specs=(P("d"), P()),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+        def step(grads, state):
+            return self.largest(grads, state)
+
+        assert float(step(self.grads, state)) == 35.0
+
+    def test_in_shard_map_with_a_scaler_for_each_member(self):
+        states = jax.vmap(self.tx.init)(jnp.zeros((8, 2)))
+
+        @jax.jit
+        @functools.partial(
+            jax.shard_map, mesh=mesh_of(d=8), in_specs=P("d"), out_specs=P("d")
+        )
+        def step(grads, states):
+            state = jax.tree.map(lambda x: x[0], states)
+            return self.largest(grads[0], state)[None]
+
+        expected = [1, 2, 3, 35, 5, 0, 0, 0]
+        np.testing.assert_array_equal(step(self.grads, states), expected)
+
+    def test_under_pmap(self):
+        states = jax.vmap(self.tx.init)(jnp.zeros((8, 2)))
+        step = jax.pmap(self.largest, axis_name="d")
+        np.testing.assert_array_equal(step(self.grads, states), [35.0] * 8)
+
+    def test_under_vmap(self):
+        states = jax.vmap(self.tx.init)(jnp.zeros((8, 2)))
+        expected = [1, 2, 3, 35, 5, 0, 0, 0]
+        largest = jax.jit(jax.vmap(self.largest))(self.grads, states)
+        np.testing.assert_array_equal(largest, expected)
+
+    @pytest.mark.parametrize(
+        "rule",
+        [
+            dls.rules.log_normal(init_scale=2.0**20),
+            dls.rules.dynamic(gradient_limit=65504.0, growth_interval=2),
+            dls.rules.dynamic(hysteresis=2, growth_interval=2),
+            dls.rules.overflow_rate(tolerance=0.3, growth_interval=2),
+            dls.rules.gradual(growth_interval=2),
+        ],
+        ids=["log-normal", "gradient limit", "hysteresis", "overflow rate", "gradual"],
+    )
+    def test_scales_move_on_eight_devices_as_on_one(self, rule):
+        tx = dls.loss_scaling(optax.sgd(0.01), rule)
+        params, batches = problem()
+
+        def run(params, batches, axes=()):
+            def step(carry, x):
+                params, state = carry
+                _, grads = dls.value_and_scaled_grad(loss_fn)(params, x, state=state)
+                if axes:
+                    grads = lax.pmean(grads, axes)
+                updates, state = tx.update(grads, state, params)
+                carry = optax.apply_updates(params, updates), state
+                return carry, dls.loss_scale(state)
+
+            return lax.scan(step, (params, tx.init(params)), batches)[1]
+
+        sharded = jax.shard_map(
+            functools.partial(run, axes=("d",)),
+            mesh=mesh_of(d=8),
+            in_specs=(P(), P(None, "d")),
+            out_specs=P(),
+            check_vma=False,
+        )
+        np.testing.assert_allclose(
+            jax.jit(sharded)(params, batches), jax.jit(run)(params, batches), rtol=1e-5
+        )
