@@ -22,19 +22,18 @@ WIDTH = 64
 STEPS = 200
 GROUPS = {"1-8": slice(0, 8), "9-16": slice(8, 16), "17-24": slice(16, 24)}
 GROUPS |= {"25-32": slice(24, 32)}
-Params = list[tuple[jax.Array, jax.Array]]
+Params = tuple[jax.Array, jax.Array]  # weights and biases of all layers
 
 
 def start_params() -> Params:
-    keys = jax.random.split(jax.random.key(0), (LAYERS + 1, 2))
-    weights = [
-        0.42 / WIDTH**0.5 * jax.random.normal(k, (WIDTH, WIDTH)) for k, _ in keys
-    ]
-    biases = [0.5 * jax.random.normal(k, (WIDTH,)) for _, k in keys]
-    return list(zip(weights, biases, strict=True))
+    weights, biases = jax.random.split(jax.random.key(0))
+    return (
+        0.42 / WIDTH**0.5 * jax.random.normal(weights, (LAYERS + 1, WIDTH, WIDTH)),
+        0.5 * jax.random.normal(biases, (LAYERS + 1, WIDTH)),
+    )
 
 
-def layer(params: tuple[jax.Array, jax.Array], x: jax.Array, dtype: str) -> jax.Array:
+def layer(params: Params, x: jax.Array, dtype: str) -> jax.Array:
     weights, bias = params
     return jnp.tanh(x.astype(dtype) @ weights.astype(dtype) + bias.astype(dtype))
 
@@ -45,10 +44,12 @@ def loss_fn(
     dtype: str,
     wrap: Callable[[Callable], Callable],
 ) -> jax.Array:
-    x = batch[0]
-    for layer_params in params[:-1]:
-        x = wrap(functools.partial(layer, dtype=dtype))(layer_params, x)
-    weights, bias = params[-1]
+    fn = wrap(functools.partial(layer, dtype=dtype))
+    first, rest, (weights, bias) = (
+        jax.tree.map(lambda p, part=part: p[part], params)
+        for part in (0, slice(1, LAYERS), LAYERS)
+    )
+    x, _ = jax.lax.scan(lambda x, p: (fn(p, x), None), fn(first, batch[0]), rest)
     logits = x.astype(jnp.float32) @ weights[:, :10] + bias[:10]
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
@@ -68,7 +69,7 @@ def train(
         _, grads = dls.value_and_scaled_grad(loss_fn)(
             params, batch, dtype, wrap, state=state
         )
-        zeros = jnp.stack([jnp.mean(g == 0) for g, _ in grads[:-1]])
+        zeros = jnp.mean(grads[0][:LAYERS] == 0, (1, 2))
         updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), zeros
 
@@ -81,27 +82,27 @@ def alignment(a: Params, b: Params, layers: slice) -> float:
     """The cosine between the ways that some layers went in two runs."""
 
     def way(params: Params) -> np.ndarray:
-        ways = [p[0] - q[0] for p, q in zip(params, start_params(), strict=True)]
-        return np.concatenate([np.ravel(w) for w in ways[:-1][layers]])
+        return np.ravel((params[0] - start_params()[0])[:LAYERS][layers])
 
     x, y = way(a), way(b)
     length = np.linalg.norm(x) * np.linalg.norm(y)
     return float(x @ y / length) if length else 0.0
 
 
-def runs() -> dict[str, tuple[Params, np.ndarray, int]]:
+def digits(steps: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     data = load_digits()
-    order = np.random.default_rng(0).integers(len(data.target), size=(STEPS, 64))
-    batches = (
-        (data.data[order] / 16).astype(np.float32),
-        data.target[order],
-    )
+    order = np.random.default_rng(seed).integers(len(data.target), size=(steps, 64))
+    return (data.data[order] / 16).astype(np.float32), data.target[order]
+
+
+def alone(fn: Callable) -> Callable:
+    return fn
+
+
+def runs() -> dict[str, tuple[Params, np.ndarray, int]]:
+    batches = digits(STEPS)
     adam = optax.adam(1e-4, eps=1e-20)
     scaled = dls.dynamic_loss_scaling(adam, init_scale=2.0**16, growth_interval=20)
-
-    def alone(fn: Callable) -> Callable:
-        return fn
-
     return {
         "float32": train(batches, dls.no_loss_scaling(adam), "float32", alone),
         "float16, one scale": train(batches, scaled, "float16", alone),

@@ -1,0 +1,109 @@
+"""The benchmarks run, and show what the README says of them."""
+
+import importlib.util
+import pathlib
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_dls as dls
+
+pytestmark = pytest.mark.standard_promotion
+
+
+@pytest.fixture(scope="module", params=["rules", "layers"])
+def benchmark(request):
+    path = pathlib.Path(__file__).parents[1] / "benchmarks" / f"{request.param}.py"
+    spec = importlib.util.spec_from_file_location(f"benchmark_{request.param}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def follow(benchmark, trace, rule):
+    log2_scale, finite = benchmark.simulate(
+        rule, jnp.asarray(trace.capacity, jnp.float32), jnp.asarray(trace.is_bad)
+    )
+    gap = trace.usable - np.asarray(log2_scale)
+    return int(np.sum(~np.asarray(finite) & ~trace.is_bad)), float(np.mean(gap > 8))
+
+
+@pytest.mark.parametrize("benchmark", ["rules"], indirect=True)
+class TestRules:
+    def test_recovery_pays_after_bursts_and_costs_little(self, benchmark):
+        traces = benchmark.traces(100_000)
+        bursts, clean = traces["drift and 3 bursts"], traces["clean"]
+        recovering = dls.rules.dynamic()
+        classic = dls.rules.dynamic(recovery_interval=None)
+        lost, low = follow(benchmark, bursts, recovering)
+        classic_lost, classic_low = follow(benchmark, bursts, classic)
+        assert low < 0.01
+        assert classic_low > 0.8
+        # As many as without bursts, whose classic scale probes just as often.
+        assert (
+            classic_lost < lost < 1.1 * follow(benchmark, traces["drift"], classic)[0]
+        )
+        assert follow(benchmark, clean, recovering) == follow(benchmark, clean, classic)
+
+    def test_a_gradient_limit_and_statistics_lose_fewer_steps(self, benchmark):
+        clean = benchmark.traces(100_000)["clean"]
+        lost, _ = follow(benchmark, clean, dls.rules.dynamic())
+        for rule in (
+            dls.rules.dynamic(gradient_limit=65504.0),
+            dls.rules.log_normal(),
+        ):
+            assert follow(benchmark, clean, rule)[0] < lost
+
+    def test_log_normal_is_near_its_target_and_takes_a_drop_of_ten_bits(
+        self, benchmark
+    ):
+        rng = np.random.default_rng(1)
+        capacity = 17 + 1.5 * rng.standard_normal(100_000)
+        never = np.zeros(100_000, bool)
+        noisy = benchmark.Trace(capacity, capacity, never)
+        for probability in (0.001, 0.01):
+            rule = dls.rules.log_normal(
+                overflow_probability=probability, power_of_two=False
+            )
+            lost, _ = follow(benchmark, noisy, rule)
+            assert probability / 3 < lost / 100_000 < probability * 3
+        drop = benchmark.traces(100_000)["drop of 10 bits"]
+        lost, low = follow(benchmark, drop, dls.rules.log_normal())
+        assert lost < 60
+        assert low < 0.01
+
+    def test_has_a_row_for_every_rule(self, benchmark):
+        rows = benchmark.simulated(500)
+        assert [row[0] for row in rows] == list(benchmark.RULES)
+        assert {len(row) for row in rows} == {8}
+        table = benchmark.markdown(["a", "b"], [["1", "2"]])
+        assert table == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+    def test_trains_on_digits(self, benchmark):
+        loss, skipped, flushed = benchmark.train(
+            dls.rules.dynamic(), benchmark.digits(90)
+        )
+        assert np.flatnonzero(skipped).tolist() == list(range(30, 50))
+        assert loss[-1] < 0.9 * loss[0]
+        assert np.mean(flushed[:30]) < 0.05 < np.mean(flushed[50:])
+
+
+@pytest.mark.parametrize("benchmark", ["layers"], indirect=True)
+def test_early_layers_go_their_way_with_layer_scaling_only(benchmark):
+    early = benchmark.GROUPS["1-8"]
+    adam = optax.adam(1e-4, eps=1e-20)
+    scaled = dls.dynamic_loss_scaling(adam, init_scale=2.0**16, growth_interval=20)
+    batches = benchmark.digits(20)
+    single = dls.no_loss_scaling(adam)
+    reference, *_ = benchmark.train(batches, single, "float32", benchmark.alone)
+    one, zeros_one, _ = benchmark.train(batches, scaled, "float16", benchmark.alone)
+    many, zeros, skips = benchmark.train(batches, scaled, "float16", dls.layer_scaling)
+    assert np.mean(zeros_one[early]) > 0.7
+    assert np.mean(zeros[early]) < 0.1
+    assert int(skips) == 0
+    assert benchmark.alignment(one, reference, early) < 0.3
+    assert benchmark.alignment(many, reference, early) > 0.8
