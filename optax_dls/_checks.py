@@ -35,8 +35,7 @@ def check_arguments(
             f"rule must be a Rule, got {rule!r}. Call rules.dynamic() or "
             "rules.static(128.0), or build one: rules.Rule(init, update)."
         )
-    unknown = [name for name in rule.needs if name not in rules.NEEDS]
-    if unknown or isinstance(rule.needs, str):
+    if not isinstance(rule.needs, tuple) or not set(rule.needs) <= set(rules.NEEDS):
         raise ValueError(
             f"rule.needs must be a tuple of names among {rules.NEEDS}, got {rule.needs!r}."
         )
@@ -65,8 +64,9 @@ def check_state(state: LossScalingState, rule: rules.Rule) -> None:
         raise TypeError(
             "state must come from the init of this very transformation, got one whose "
             f"rule_state is a {type(state.scaler.rule_state).__name__}, not a "
-            f"{type(expected).__name__}. Move a run from one wrapper to another by "
-            "tx.init(params)._replace(inner_state=old.inner_state)."
+            f"{type(expected).__name__}. Move a run from one wrapper or rule to another by "
+            "new = tx.init(params)._replace(inner_state=old.inner_state), and "
+            "optax.tree.set(new, loss_scale=loss_scale(old)) for its scale."
         )
 
 

@@ -1,15 +1,16 @@
 """A loss scale for one layer: set before its backward pass, undone right after it."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
 from . import _types, _views
-from ._finite import all_finite, largest_finite, varying_axes
+from ._finite import agree, all_finite, largest_finite, shared_axes
 
 # Eleven binary orders below the end of float16, for the sums inside of a layer.
 LOG2_LARGEST_COTANGENT = 5
@@ -38,17 +39,20 @@ def layer_scaling(fn: Callable) -> Callable:
     ``dynamic_loss_scaling`` for the rest, and for the skips.
 
     Args:
-      fn: a layer, a function of its parameters and inputs, all of which are arguments:
-        what it closes over is not differentiated. It takes float32 inputs (those of
-        other scaled layers are) and casts them itself, as Flax modules do with ``dtype=``.
+      fn: a layer, a function of its parameters and inputs, all of which are positional
+        arguments and arrays (bind settings with ``functools.partial``). A parameter that it
+        closes over instead ends in JAX's ``UnexpectedTracerError``. It takes float32 inputs
+        (those of other scaled layers are) and casts them itself, as Flax modules do with
+        ``dtype=``. All its outputs share one scale: add the residual outside.
 
     Returns:
       ``fn`` with float32 outputs in the place of half-precision ones, and gradients in
-      float32 for float32 arguments. Arguments are positional. Under ``jit`` on several
-      devices it costs a small all-reduce.
+      float32 for float32 arguments. Reverse mode only, and once: no second derivatives.
+      On several devices each layer costs two small all-reduces; collectives inside of it
+      are fine, except over an axis of ``vmap``.
 
     Raises:
-      TypeError: ``fn`` is not callable.
+      TypeError: ``fn`` is not callable, or an argument is no array.
 
     Example:
       >>> import jax
@@ -77,6 +81,7 @@ def layer_scaling(fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def scaled_fn(*args):  # type: ignore[no-untyped-def]
+        _check_args(args)
         dtypes = jax.tree.map(jnp.result_type, args)
 
         def narrow_fn(*wide_args):  # type: ignore[no-untyped-def]
@@ -88,24 +93,21 @@ def layer_scaling(fn: Callable) -> Callable:
 
         def forward(*wide_args):  # type: ignore[no-untyped-def]
             output, vjp = jax.vjp(narrow_fn, *wide_args)
-            return _views.widen(output), (vjp, output, wide_args)
+            return _views.widen(output), (vjp, output)
 
         def backward(residuals, cotangents):  # type: ignore[no-untyped-def]
-            vjp, output, wide_args = residuals
-            axes = _shared_axes(cotangents, wide_args)
+            vjp, output = residuals
 
             def attempt(scale):  # type: ignore[no-untyped-def]
                 scaled = jax.tree.map(
-                    lambda g, y: (
-                        (g * scale).astype(y.dtype) if _views.is_inexact(g) else g
-                    ),
+                    lambda g, y: _times(g, scale, y.dtype),
                     cotangents,
                     output,
                 )
                 grads = vjp(scaled)
                 return _views.unscale(grads, scale, _views.wide_dtypes(grads))
 
-            return _first_finite(attempt, _first_scale(cotangents, axes), axes)
+            return _first_finite(attempt, _first_scale(cotangents))
 
         call.defvjp(forward, backward)
         return call(*_views.widen(args))
@@ -113,24 +115,32 @@ def layer_scaling(fn: Callable) -> Callable:
     return scaled_fn
 
 
+def _times(g: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    if not _views.is_inexact(g):  # float0, of an output that is no float
+        return g
+    return (g * scale.astype(jnp.finfo(g.dtype).dtype).astype(g.dtype)).astype(dtype)
+
+
 def _astype(leaf: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return leaf if jnp.result_type(leaf) == dtype else leaf.astype(dtype)
 
 
-def _shared_axes(cotangents: optax.Updates, args: tuple) -> tuple[Hashable, ...]:
-    """The manual axes over which a gradient is summed inside of the layer.
+def _check_args(args: tuple) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(args)[0]:
+        if isinstance(leaf, bool) or not isinstance(
+            leaf, jax.Array | np.ndarray | np.generic | int | float | complex
+        ):
+            raise TypeError(
+                f"args{jax.tree_util.keystr(path)} must be an array, got {leaf!r}. Bind what "
+                "is not one: layer_scaling(functools.partial(layer, train=True))."
+            )
 
-    An argument that is equal on some devices gets the sum of their gradients, so they
-    have to be scaled alike.
-    """
-    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(cotangents)))
-    shared = [varying - varying_axes(leaf) for leaf in jax.tree.leaves(args)]
-    return tuple(frozenset().union(*shared))
 
-
-def _first_scale(cotangents: optax.Updates, axes: tuple[Hashable, ...]) -> jax.Array:
+def _first_scale(cotangents: optax.Updates) -> jax.Array:
     """The power of two that brings the largest cotangent just below the limit."""
     largest = largest_finite(cotangents)
+    # Layers may sum over devices, which have to scale alike then.
+    axes = shared_axes([largest], jnp.float32(1), None)
     if axes:
         largest = lax.pmax(largest, axes)
     _, exponent = jnp.frexp(largest)
@@ -141,18 +151,15 @@ def _first_scale(cotangents: optax.Updates, axes: tuple[Hashable, ...]) -> jax.A
 
 
 def _first_finite(
-    attempt: Callable[[jax.Array], optax.Updates],
-    scale: jax.Array,
-    axes: tuple[Hashable, ...],
+    attempt: Callable[[jax.Array], optax.Updates], scale: jax.Array
 ) -> optax.Updates:
     """The gradients at the first of a few ever smaller scales that gives finite ones."""
 
     def body(carry):  # type: ignore[no-untyped-def]
         scale, count, *_ = carry
         grads = attempt(scale)
-        finite = all_finite(grads)
-        if axes:
-            finite = lax.pmin(finite.astype(jnp.int32), axes) > 0
+        # One decision, since a layer may wait for other devices.
+        (finite,) = agree([all_finite(grads)], jnp.float32(1), None)
         return scale * BACKOFF_FACTOR, count + 1, finite, grads
 
     start = (scale, jnp.zeros_like(scale, jnp.int32))

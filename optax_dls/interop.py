@@ -1,8 +1,8 @@
 """The scaler states of other systems, in and out, so that a run moves with its scale.
 
 What they save are dicts of numbers, so none of these packages is needed here. Give the
-optimizer the rule of the same name from :mod:`optax_dls.profiles`, and the scale goes on as
-it would have there.
+optimizer the rule of the same name from :mod:`optax_dls.profiles`, with the settings of the
+run, and the scale goes on as it would have there. Both functions are for outside of ``jit``.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,12 +47,20 @@ class System(NamedTuple):
 
 def _read_deepspeed(saved: Mapping[str, float]) -> Counters:
     finite_steps = int(saved["cur_iter"] - saved["last_overflow_iter"] - 1)
-    # The first finite step after an overflow does not count.
-    count = (finite_steps - 1) % int(saved["scale_window"]) if finite_steps else -1
+    window = int(saved["scale_window"])
+    if finite_steps < 0 or window < 1:
+        raise ValueError(
+            "cur_iter must be above last_overflow_iter and scale_window at least 1, got "
+            f"{dict(saved)}."
+        )
+    # From the first growth on, a growth is every scale_window steps.
+    count = (finite_steps - 1) % window + 1 if finite_steps else 0
     left = saved.get("cur_hysteresis")
     return Counters(saved["cur_scale"], count, None if left is None else int(left))
 
 
+SCALES = ("scale", "cur_scale", "loss_scale")
+OPTIONAL_KEYS = ("cur_hysteresis",)
 SYSTEMS = {
     "torch": System(
         ("scale", "_growth_tracker"),
@@ -78,7 +86,7 @@ SYSTEMS = {
         _read_deepspeed,
         lambda c: {
             "cur_scale": c.loss_scale,
-            "cur_iter": max(c.growth_count, -1) + 1,
+            "cur_iter": max(c.growth_count, 0),
             "last_overflow_iter": -1,
             "cur_hysteresis": max(c.overflows_left or 1, 1),
         },
@@ -111,7 +119,8 @@ def import_scaler(system: str, saved: Mapping[str, Any], state: Tree) -> Tree:
       state: anything that holds exactly one scaler, of a dynamic rule.
 
     Returns:
-      ``state`` with a new scale and new counts. Skips are counted from where they were.
+      ``state`` with a new scale and new counts. Skips are counted from where they were. A
+      scale outside the bounds of the rule moves into them at the next step.
 
     Raises:
       ValueError: the system is unknown, a key is missing, or the scale is outside
@@ -130,22 +139,25 @@ def import_scaler(system: str, saved: Mapping[str, Any], state: Tree) -> Tree:
       (1024.0, 17)
     """
     entry = _entry(system)
+    if not isinstance(saved, Mapping):
+        raise TypeError(
+            f"saved must be a dict, got {type(saved).__name__}. The order is "
+            "import_scaler(system, saved, state)."
+        )
     missing = [key for key in entry.keys if key not in saved]
     if missing:
         raise ValueError(
             f"saved has no {missing[0]!r}, which a {system} scaler saves: got the keys "
             f"{sorted(map(str, saved))}. An empty dict is that of a scaler that was off."
         )
-    numbers = {
-        key: np.asarray(value).item()
-        for key, value in saved.items()
-        if np.size(value) == 1 and np.asarray(value).dtype.kind in "fiub"
-    }
-    counters = entry.read(numbers)
+    keys = (*entry.keys, *(key for key in OPTIONAL_KEYS if key in saved))
+    counters = entry.read({key: _number(key, saved[key]) for key in keys})
     _settings.check_scale("scale", counters.loss_scale)
     scaler = scaler_state(state)
     _rule_state(scaler)
     new = counters._asdict()
+
+    new["growth_count"] = max(counters.growth_count, 0)
 
     def put(old: jax.Array, name: str) -> jax.Array:
         return jax.device_put(np.asarray(new[name], old.dtype), old.sharding)
@@ -207,8 +219,24 @@ def export_scaler(system: str, state: object, **settings: float) -> dict[str, An
     return {**entry.write(counters), **entry.settings, **settings}
 
 
+def _number(key: str, value: object) -> float:
+    """A number, or an array or tensor of one element, as a float."""
+    array = np.asarray(value)
+    try:
+        if array.size != 1 or array.dtype.kind in "OUSM":
+            raise TypeError
+        number = array.astype(np.float64).item()  # bfloat16 too
+    except (TypeError, ValueError):
+        raise ValueError(f"saved[{key!r}] must be one number, got {value!r}.") from None
+    if key not in SCALES and not (-(2**31) <= number < 2**31 and number == int(number)):
+        raise ValueError(
+            f"saved[{key!r}] must be a whole number within int32, got {value!r}."
+        )
+    return float(number)
+
+
 def _entry(system: str) -> System:
-    if system not in SYSTEMS:
+    if not isinstance(system, str) or system not in SYSTEMS:
         raise ValueError(f"system must be one of {sorted(SYSTEMS)}, got {system!r}.")
     return SYSTEMS[system]
 
@@ -219,6 +247,11 @@ def _is_counting(node: object) -> TypeGuard[DynamicRuleState | HysteresisRuleSta
 
 def _rule_state(scaler: ScalerState) -> DynamicRuleState | HysteresisRuleState:
     """The state of the dynamic rule, wherever it is, of one scaler."""
+    if isinstance(scaler.loss_scale, jax.core.Tracer):
+        raise TypeError(
+            "state must be concrete, got a traced one. Call it before or after the "
+            "jitted function, not inside."
+        )
     found = list(
         filter(_is_counting, jax.tree.leaves(scaler.rule_state, is_leaf=_is_counting))
     )

@@ -20,7 +20,7 @@ from jax.scipy.special import ndtr
 from jax.typing import ArrayLike
 
 from . import rules
-from .rules import LARGEST_SCALE, SMALLEST_SCALE
+from .rules import LARGEST_SCALE, SMALLEST_SCALE, _settings
 
 __all__ = (
     "apex_amp",
@@ -130,18 +130,11 @@ def deepspeed(
         init_scale,
         2.0,
         0.5,
-        scale_window,
+        _one_more("scale_window", scale_window),
         hysteresis=delayed_shift,
         hysteresis_refill="finite" if consecutive_hysteresis else "growth",
     )
-    rule = _with_floor_for_backoffs(rule, min_scale)
-
-    def one_step_late(
-        scale_and_state: tuple[jax.Array, optax.OptState], is_late: ArrayLike
-    ) -> tuple[jax.Array, optax.OptState]:
-        loss_scale, rule_state = scale_and_state
-        count = jnp.where(is_late, -1, rule_state.growth_count)
-        return loss_scale, rule_state._replace(growth_count=count)
+    rule = _with_floor_for_backoffs(rule, "min_scale", min_scale)
 
     def update(
         grads_finite: jax.Array,
@@ -149,10 +142,12 @@ def deepspeed(
         rule_state: optax.OptState,
         **told: jax.Array,
     ) -> tuple[jax.Array, optax.OptState]:
-        after = rule.update(grads_finite, loss_scale, rule_state, **told)
-        return one_step_late(after, ~grads_finite)
+        loss_scale, new = rule.update(grads_finite, loss_scale, rule_state, **told)
+        has_grown = grads_finite & (new.growth_count == 0)
+        count = jnp.where(has_grown, 1, new.growth_count)
+        return loss_scale, new._replace(growth_count=count)
 
-    return rule._replace(init=lambda: one_step_late(rule.init(), True), update=update)
+    return rule._replace(update=update)
 
 
 def fairseq(
@@ -168,9 +163,9 @@ def fairseq(
     ``min_loss_scale`` is where fairseq raises an error.
     """
     rule = _overflow_rate(init_scale, scale_factor, scale_window, tolerance)
-    return _with_floor_for_backoffs(
-        rule, min_loss_scale if threshold is None else threshold
-    )
+    if threshold is not None:
+        return _with_floor_for_backoffs(rule, "threshold", threshold)
+    return _with_floor_for_backoffs(rule, "min_loss_scale", min_loss_scale)
 
 
 def metaseq(
@@ -189,7 +184,8 @@ def metaseq(
         init_scale, scale_factor, scale_window, tolerance, interval_follows_scale=True
     )
     if threshold is not None:
-        rule = _with_floor_for_backoffs(rule, threshold)
+        rule = _with_floor_for_backoffs(rule, "threshold", threshold)
+    _settings.check_scale("min_loss_scale", min_loss_scale)
 
     def update(
         grads_finite: jax.Array, loss_scale: jax.Array, rule_state: optax.OptState
@@ -210,6 +206,7 @@ def apex_amp(
 ) -> rules.Rule:
     """apex's ``amp.LossScaler``, which ignores its ``scale_factor``."""
     del scale_factor
+    _settings.check_scale("init_scale", init_scale)
     return _classic(
         jnp.minimum(init_scale, max_loss_scale),
         2.0,
@@ -226,7 +223,9 @@ def apex_fp16_utils(
     scale_window: ArrayLike = 1000,
 ) -> rules.Rule:
     """apex's ``fp16_utils.DynamicLossScaler``, with a floor of 1."""
-    return _one_factor(init_scale, scale_factor, scale_window, min_scale=1.0)
+    return _one_factor(
+        init_scale, "scale_factor", scale_factor, scale_window, min_scale=1.0
+    )
 
 
 def apex_hysteresis(
@@ -256,21 +255,25 @@ def tensorflow(
     multiplier: ArrayLike = 2.0,
 ) -> rules.Rule:
     """TensorFlow 1's ``DynamicLossScale``, with a floor of 1."""
-    return _one_factor(initial_loss_scale, multiplier, increment_period, min_scale=1.0)
+    return _one_factor(
+        initial_loss_scale, "multiplier", multiplier, increment_period, min_scale=1.0
+    )
 
 
 def tf_keras(
     initial_scale: ArrayLike = 2.0**15, dynamic_growth_steps: ArrayLike = 2000
 ) -> rules.Rule:
     """The ``LossScaleOptimizer`` of Keras 2, with a floor of 1."""
-    return _one_factor(initial_scale, 2.0, dynamic_growth_steps, min_scale=1.0)
+    return _one_factor(
+        initial_scale, "factor", 2.0, dynamic_growth_steps, min_scale=1.0
+    )
 
 
 def keras(
     initial_scale: ArrayLike = 2.0**15, dynamic_growth_steps: ArrayLike = 2000
 ) -> rules.Rule:
     """The ``LossScaleOptimizer`` of Keras 3."""
-    return _one_factor(initial_scale, 2.0, dynamic_growth_steps)
+    return _one_factor(initial_scale, "factor", 2.0, dynamic_growth_steps)
 
 
 def flax(
@@ -288,7 +291,7 @@ def flax(
         scale,
         growth_factor,
         backoff_factor,
-        growth_interval + 1,
+        _one_more("growth_interval", growth_interval),
         min_scale=SMALLEST_SCALE if minimum_scale is None else minimum_scale,
     )
 
@@ -300,7 +303,7 @@ def jmp(
     min_loss_scale: ArrayLike = 1.0,
 ) -> rules.Rule:
     """jmp's ``DynamicLossScale``. Under ``jit`` it forgets its floor and uses 1."""
-    return _one_factor(loss_scale, factor, period, min_scale=min_loss_scale)
+    return _one_factor(loss_scale, "factor", factor, period, min_scale=min_loss_scale)
 
 
 def jamp(
@@ -323,8 +326,10 @@ def mpx(
 
     The first scale may be above the ceiling, for one step.
     """
+    _settings.check_scale("loss_scaling", loss_scaling)
     rule = _one_factor(
         jnp.minimum(loss_scaling, 65504.0),
+        "factor",
         factor,
         period,
         min_scale=min_loss_scaling,
@@ -332,8 +337,8 @@ def mpx(
     )
 
     def init() -> tuple[jax.Array, optax.OptState]:
-        first_scale = jnp.clip(loss_scaling, min_loss_scaling, LARGEST_SCALE)
-        return first_scale.astype(jnp.float32), rule.init()[1]
+        scale = _settings.first_scale(loss_scaling, min_loss_scaling, LARGEST_SCALE)
+        return scale, rule.init()[1]
 
     return rule._replace(init=init)
 
@@ -344,14 +349,18 @@ def jaxamp(
     patience: ArrayLike = 2000,
 ) -> rules.Rule:
     """jaxamp's scaler without retries: it grows after ``patience`` + 1 finite steps."""
-    return _one_factor(scaler, adjust_factor, patience + 1)
+    return _one_factor(
+        scaler, "adjust_factor", adjust_factor, _one_more("patience", patience)
+    )
 
 
 def mindspore(
     scale_value: ArrayLike, scale_factor: ArrayLike, scale_window: ArrayLike
 ) -> rules.Rule:
     """MindSpore's ``amp.DynamicLossScaler``, with a floor of 1; it has no defaults."""
-    return _one_factor(scale_value, scale_factor, scale_window, min_scale=1.0)
+    return _one_factor(
+        scale_value, "scale_factor", scale_factor, scale_window, min_scale=1.0
+    )
 
 
 def mindspore_manager(
@@ -360,7 +369,9 @@ def mindspore_manager(
     scale_window: ArrayLike = 2000,
 ) -> rules.Rule:
     """MindSpore's ``DynamicLossScaleManager``, with a floor of 1."""
-    return _one_factor(init_loss_scale, scale_factor, scale_window, min_scale=1.0)
+    return _one_factor(
+        init_loss_scale, "scale_factor", scale_factor, scale_window, min_scale=1.0
+    )
 
 
 def paddle(
@@ -408,7 +419,12 @@ def openseq2seq_backoff(
 ) -> rules.Rule:
     """OpenSeq2Seq's ``BackoffScaler``, which starts at its ceiling."""
     return _one_factor(
-        scale_max, step_factor, step_window, min_scale=scale_min, max_scale=scale_max
+        scale_max,
+        "step_factor",
+        step_factor,
+        step_window,
+        min_scale=scale_min,
+        max_scale=scale_max,
     )
 
 
@@ -424,6 +440,9 @@ def openseq2seq_logmax(
     Theirs takes an overflow for a gradient of 2**65536 and stays at its floor from then
     on; this one takes it for what :func:`rules.log_normal` does, and goes on.
     """
+    _settings.check(
+        "overflow_std_dev", overflow_std_dev, "above 0", lambda x: x > 0, "Use 3.09."
+    )
     return rules.log_normal(
         init_scale=jnp.clip(1.0, scale_min, scale_max),
         overflow_probability=ndtr(-jnp.asarray(overflow_std_dev, jnp.float32)),
@@ -480,6 +499,7 @@ def _classic(
 
 def _one_factor(
     init_scale: ArrayLike,
+    name: str,
     factor: ArrayLike,
     growth_interval: ArrayLike,
     *,
@@ -487,6 +507,7 @@ def _one_factor(
     max_scale: ArrayLike = LARGEST_SCALE,
 ) -> rules.Rule:
     """Of systems that multiply by the factor to grow and divide by it to back off."""
+    _check_factor(name, factor)
     return _classic(
         init_scale,
         factor,
@@ -505,6 +526,7 @@ def _overflow_rate(
     *,
     interval_follows_scale: bool = False,
 ) -> rules.Rule:
+    _check_factor("scale_factor", scale_factor)
     return rules.overflow_rate(
         tolerance=tolerance,
         init_scale=init_scale,
@@ -517,8 +539,21 @@ def _overflow_rate(
     )
 
 
-def _with_floor_for_backoffs(rule: rules.Rule, floor: ArrayLike) -> rules.Rule:
+def _check_factor(name: str, factor: ArrayLike) -> None:
+    _settings.check(name, factor, "above 1", lambda x: x > 1, "Use 2.0.")
+
+
+def _one_more(name: str, interval: ArrayLike) -> ArrayLike:
+    """An interval and one, which is still an int32."""
+    _settings.check_steps(name, interval, "Use 2000.")
+    return _settings.steps(interval, 2**31 - 2) + 1
+
+
+def _with_floor_for_backoffs(
+    rule: rules.Rule, name: str, floor: ArrayLike
+) -> rules.Rule:
     """A floor where the scale backs off to, which need not be below the first scale."""
+    _settings.check_scale(name, floor)
 
     def update(
         grads_finite: jax.Array,
@@ -529,7 +564,7 @@ def _with_floor_for_backoffs(rule: rules.Rule, floor: ArrayLike) -> rules.Rule:
         new_scale, rule_state = rule.update(
             grads_finite, loss_scale, rule_state, **told
         )
-        floored = jnp.maximum(new_scale, jnp.asarray(floor, jnp.float32))
+        floored = _settings.clip(new_scale, floor, LARGEST_SCALE)
         return jnp.where(new_scale < loss_scale, floored, new_scale), rule_state
 
     return rule._replace(update=update)

@@ -122,6 +122,14 @@ def test_flax_and_jmp_take_what_is_exported_and_move_alike():
     assert int(optax.tree.get(again, "growth_count")) == 5
 
 
+def test_a_bfloat16_scale_and_a_negative_tracker_are_taken():
+    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+    saved = {"loss_scale": jnp.bfloat16(8), "counter": jnp.int32(-3)}
+    state = dls.interop.import_scaler("jmp", saved, state)
+    assert float(dls.loss_scale(state)) == 8.0
+    assert int(optax.tree.get(state, "growth_count")) == 0
+
+
 def test_torch_gets_all_the_keys_that_its_load_state_dict_wants():
     state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
     assert dls.interop.export_scaler("torch", state, growth_interval=100) == {

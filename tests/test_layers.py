@@ -215,11 +215,83 @@ class TestDevices:
         )(W, rows)
         assert_close(grads, jax.grad(loss)(W, rows, as_it_is, 1e-12, jnp.float32))
 
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_a_layer_that_gathers_its_weights(self, check_vma):
+        """Its backward pass sums the gradients of devices whose losses differ in size."""
+
+        def gathering(w, x):
+            w = jax.lax.all_gather(w.astype(jnp.float16), "d", axis=0, tiled=True)
+            return jnp.tanh(x.astype(jnp.float16) @ w)
+
+        weights = 10.0 ** -jnp.arange(8.0)
+
+        def local(w, x, weight):
+            def loss(w):
+                return weight[0] * jnp.sum(dls.layer_scaling(gathering)(w, x) ** 2)
+
+            return jax.grad(loss)(w)
+
+        sharded = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=P("d"),
+            out_specs=P("d"),
+            check_vma=check_vma,
+        )
+
+        def whole(w):
+            rows = jnp.sum(layer(w, X, jnp.float32) ** 2, 1)
+            return jnp.sum(weights * rows)
+
+        assert_close(jax.jit(sharded)(W, X, weights), jax.grad(whole)(W))
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_a_layer_that_sums_and_overflows_on_one_device(self, check_vma):
+        """All devices try again together, or they would wait for each other for ever."""
+        w1, w2 = 1e-3 * jnp.abs(W), 1e-3 * jnp.abs(W)
+        x = X.at[:, 0].set(2.0**14)
+        w1 = w1.at[0, 0].set(1.0)  # one hidden unit of 2**14, on device 0
+
+        def megatron(w1, w2, x):
+            hidden = x.astype(jnp.float16) @ w1.astype(jnp.float16)
+            return jax.lax.psum(hidden @ w2.astype(jnp.float16), "d")
+
+        def local(w1, w2, x):
+            def loss(w1, w2):
+                return jnp.sum(dls.layer_scaling(megatron)(w1, w2, x))
+
+            return jax.grad(loss, argnums=(0, 1))(w1, w2)
+
+        sharded = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(P(None, "d"), P("d"), P()),
+            out_specs=(P(None, "d"), P("d")),
+            check_vma=check_vma,
+        )
+        grads = jax.jit(sharded)(w1, w2, x)
+        expected = jax.grad(lambda w1, w2: jnp.sum((x @ w1) @ w2), argnums=(0, 1))(
+            w1, w2
+        )
+        # Untracked, the gradient of a sum over devices is a sum over devices too.
+        times = 1 if check_vma else 8
+        for actual, right in zip(grads, expected, strict=True):
+            assert dls.all_finite(actual)
+            assert_close(actual, times * right)
+
     def test_members_under_vmap_have_scales_of_their_own(self):
         weights = jnp.array([1e-20, 1.0, 1e10])
         grads = jax.vmap(lambda k: jax.grad(loss)(W, X, dls.layer_scaling, k))(weights)
         for grad, weight in zip(grads, weights, strict=True):
             assert_close(grad, jax.grad(loss)(W, X, as_it_is, weight, jnp.float32))
+
+
+@pytest.mark.parametrize("bad", ["relu", True, jnp.tanh])
+def test_an_argument_that_is_no_array_is_refused(bad):
+    with pytest.raises(
+        TypeError, match=r"args\[1\] must be an array, .*functools.partial"
+    ):
+        dls.layer_scaling(layer)(W, bad)
 
 
 def test_something_that_is_no_layer_is_refused():

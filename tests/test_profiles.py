@@ -242,3 +242,46 @@ def test_takes_plain_numbers(name, settings, start):
 def test_every_profile_is_recorded_and_public():
     replayed = {PROFILES.get(system, system) for system in GOLDEN["systems"]}
     assert replayed == set(profiles.__all__)
+
+
+@pytest.mark.parametrize(
+    ("profile", "settings", "name"),
+    [
+        ("deepspeed", {"min_scale": 1e39}, "min_scale"),
+        ("deepspeed", {"min_scale": np.nan}, "min_scale"),
+        ("deepspeed", {"scale_window": 0}, "scale_window"),
+        ("fairseq", {"threshold": 1e39}, "threshold"),
+        ("fairseq", {"scale_factor": 0}, "scale_factor"),
+        ("metaseq", {"min_loss_scale": 0.0}, "min_loss_scale"),
+        ("mpx", {"loss_scaling": np.nan}, "loss_scaling"),
+        ("apex_amp", {"init_scale": -1.0}, "init_scale"),
+        ("apex_amp", {"init_scale": True}, "init_scale"),
+        ("flax", {"growth_interval": True}, "growth_interval"),
+        ("flax", {"growth_interval": "a"}, "growth_interval"),
+        ("jaxamp", {"patience": 0}, "patience"),
+        ("jmp", {"factor": 0}, "factor"),
+        ("jmp", {"factor": 1.0}, "factor"),
+        ("openseq2seq_logmax", {"overflow_std_dev": -3.0}, "overflow_std_dev"),
+    ],
+)
+def test_a_bad_setting_is_refused_under_its_own_name(profile, settings, name):
+    with pytest.raises((TypeError, ValueError), match=f"^{name} must be "):
+        getattr(profiles, profile)(**settings)
+
+
+@pytest.mark.parametrize("profile", ["flax", "jaxamp", "deepspeed"])
+def test_the_longest_interval_and_one_does_not_wrap_around(profile):
+    name = {"flax": "growth_interval", "jaxamp": "patience"}.get(
+        profile, "scale_window"
+    )
+    for longest in (2**31 - 1, jnp.int32(2**31 - 1), np.array(2**40)):
+        rule = getattr(profiles, profile)(**{name: longest})
+        scale, state = rule.init()
+        for _ in range(3):
+            new_scale, state = rule.update(jnp.array(True), scale, state)
+            assert float(new_scale) == float(scale)
+
+
+def test_float16_settings_do_not_start_at_the_ceiling():
+    rule = profiles.torch(init_scale=jnp.float16(jnp.inf))
+    assert float(rule.init()[0]) == 2.0**15

@@ -24,5 +24,5 @@ def test_block_prints_what_is_shown(number):
 
 
 def test_all_blocks_are_found_and_the_first_comes_at_once():
-    assert len(BLOCKS) == README.count("```python") == 7
+    assert len(BLOCKS) == README.count("```python") == 8
     assert README[: README.index("```python")].count("\n") < 25

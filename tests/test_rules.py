@@ -65,7 +65,7 @@ def plain_model(rule_settings, finite, refill="growth"):
     for is_finite in finite:
         if is_finite:
             count, has_backed_off = count + 1, False
-            is_low = scale < threshold
+            is_low = scale * rule_settings["growth_factor"] <= threshold
             grows = count == (recovery if is_low else rule_settings["growth_interval"])
             if grows:
                 count = 0
@@ -228,8 +228,33 @@ class TestRecovery:
                 finite,
             )
             threshold = scales[0]
-            assert threshold / growth_factor / 1.5 < scales[-1]
-            assert scales[-1] <= threshold * growth_factor
+            assert threshold / growth_factor**2 < scales[-1] <= threshold * 1.001
+
+    def test_a_growth_larger_than_the_backoff_does_not_pass_the_threshold(self):
+        for flags, end in (("xx", 8), ("xxx", 9), ("xxxx", 8), ("xxxxx", 9)):
+            scales, _ = scales_of(
+                flags + "." * 60, growth_factor=4.0, recovery_interval=2, **SLOW
+            )
+            assert scales[-1] == end
+
+    def test_a_step_that_the_rule_was_not_told_of_makes_no_streak(self):
+        tx = dls.dynamic_loss_scaling(optax.sgd(1.0))
+        state, params = tx.init(jnp.zeros(())), jnp.zeros(())
+        _, state = tx.update(jnp.array(1.0), state, params)
+        _, state = tx.update(
+            jnp.array(jnp.nan), state, params, value=jnp.float32(jnp.nan)
+        )
+        _, state = tx.update(jnp.array(jnp.inf), state, params)
+        assert float(dls.loss_scale(state)) == 2.0**14
+        assert int(state.scaler.rule_state.growth_count) == 0
+
+    def test_a_recovering_state_under_the_rule_without_recovery_starts_counting(self):
+        rule = dls.rules.dynamic(growth_interval=3, recovery_interval=None)
+        scale = jnp.float32(8)
+        state = dls.rules.DynamicRuleState(growth_count=jnp.int32(-40))
+        for _ in range(3):
+            scale, state = rule.update(jnp.array(True), scale, state)
+        assert float(scale) == 16.0
 
     def test_a_scale_that_never_grows_does_not_recover(self):
         scales, counts = scales_of(
@@ -493,12 +518,12 @@ def test_any_kind_of_real_number_is_a_scale(value):
 @pytest.mark.parametrize(
     ("arrays", "expected"),
     [
-        ({"init_scale": math.inf}, 2.0**32),
-        ({"init_scale": math.nan}, 2.0**-14),
+        ({"init_scale": math.inf}, 2.0**15),
+        ({"init_scale": math.nan}, 2.0**15),
         ({"init_scale": 0.0}, 2.0**-14),
         ({"init_scale": -5.0}, 2.0**-14),
-        ({"init_scale": math.inf, "max_scale": math.inf}, 2.0**32),
-        ({"init_scale": math.inf, "max_scale": 3e38}, 2.0**126),
+        ({"init_scale": 3e38, "max_scale": math.inf}, 2.0**32),
+        ({"init_scale": 3e38, "max_scale": 3e38}, 2.0**126),
         ({"init_scale": 0.0, "min_scale": 0.0}, 2.0**-100),
         ({"init_scale": 8.0, "min_scale": 64.0, "max_scale": 16.0}, 16.0),
     ],

@@ -169,10 +169,11 @@ def dynamic(
         return interval, jnp.minimum(_settings.steps(recovery_interval), interval)
 
     def init() -> tuple[jax.Array, optax.OptState]:
+        first_scale = _settings.first_scale(init_scale, min_scale, max_scale)
         count = jnp.zeros((), jnp.int32)
         if not is_tolerant:
-            return clip(init_scale), DynamicRuleState(growth_count=count)
-        return clip(init_scale), HysteresisRuleState(count, _settings.steps(tolerance))
+            return first_scale, DynamicRuleState(growth_count=count)
+        return first_scale, HysteresisRuleState(count, _settings.steps(tolerance))
 
     def update(
         grads_finite: jax.Array,
@@ -188,18 +189,24 @@ def dynamic(
         grown, backed_off = loss_scale * growth, clip(loss_scale * backoff)
 
         count = rule_state.growth_count
+        # A count above 0 is of a finite step, also where a step came between them of which
+        # the rule was not told.
+        was_finite = jnp.asarray(last_finite) | (count > 0)
+        if recovery is None:  # that of a state which was recovering under another rule
+            count = jnp.maximum(count, 0)
         fits: ArrayLike = True
         if gradient_limit is not None:
-            fits = grown * largest_gradient <= gradient_limit
+            limit = _settings.float32(gradient_limit)
+            fits = clip(grown) * largest_gradient <= limit
         grows, finite_count = _count_finite(
-            count, interval, recovery, last_finite=last_finite, fits=fits
+            count, interval, recovery, last_finite=was_finite, fits=fits
         )
-        backs_off, is_first = jnp.array(True), jnp.asarray(last_finite)
+        backs_off, is_first = jnp.array(True), was_finite
         if is_tolerant:
             left, backs_off, is_first = _hysteresis.count_overflow(
-                rule_state.overflows_left, tolerance, hysteresis_refill, last_finite
+                rule_state.overflows_left, tolerance, hysteresis_refill, was_finite
             )
-        streak_count = jnp.where(last_finite, 0, jnp.minimum(count, 0))
+        streak_count = jnp.where(was_finite, 0, jnp.minimum(count, 0))
         if recovery is not None:
             way_back = _steps_back(backed_off, loss_scale, growth, recovery)
             way_back = jnp.where(backs_off & ~is_first, way_back, 0)
@@ -232,15 +239,17 @@ def _count_finite(
     interval: jax.Array,
     recovery: jax.Array | None,
     *,
-    last_finite: ArrayLike,
+    last_finite: jax.Array,
     fits: ArrayLike,
 ) -> tuple[jax.Array, jax.Array]:
     """Whether the scale grows at a finite step, and the count after it."""
+    if recovery is not None:
+        # At the end of a streak, whole intervals, and none that would lead too far.
+        whole = jnp.minimum(count + (-count) % recovery, 0)
+        count = jnp.where(last_finite, count, whole)
     # Compare before counting, so that no interval can overflow the counter.
     is_due = count >= interval - 1
     if recovery is not None:
-        # At the end of a streak, whole intervals.
-        count = jnp.where(last_finite, count, count // recovery * recovery)
         is_due = jnp.where(count < 0, (count + 1) % recovery == 0, is_due)
     grows = is_due & fits
     # Where it does not fit, a recovery ends, and the interval starts anew: to ask at every
@@ -253,10 +262,11 @@ def _steps_back(
     low: jax.Array, high: jax.Array, growth_factor: jax.Array, recovery: jax.Array
 ) -> jax.Array:
     """Finite steps that a recovering scale takes from ``low`` to ``high``."""
-    growths = jnp.log2(high / low) / jnp.log2(growth_factor)
+    never_grows = growth_factor <= 1
+    log2_growth = jnp.log2(jnp.where(never_grows, 2.0, growth_factor))
+    growths = jnp.where(never_grows, 0.0, jnp.log2(high / low) / log2_growth)
     whole = jnp.round(growths)
     # The logarithms are a few roundings off.
     growths = jnp.where(jnp.abs(growths - whole) < 1e-3, whole, growths)
-    growths = jnp.where(growth_factor > 1.0, growths, 0.0)
     steps = growths * recovery.astype(jnp.float32)
     return jnp.minimum(steps, -LOWEST_COUNT).astype(jnp.int32)

@@ -16,6 +16,8 @@ from ._rule import (
     Rule,
 )
 
+LARGEST_INTERVAL = 100_000
+
 
 class GradualRuleState(NamedTuple):
     """State of :func:`gradual`.
@@ -53,7 +55,8 @@ def gradual(
       init_scale: 1, from where the first steps find the height in a few doublings.
       growth_factor: at least 1.
       backoff_factor: between 0 and 1.
-      growth_interval: N, a whole number of at least 1.
+      growth_interval: N, a whole number from 1 to 100 000: the growth of a longer one is
+        lost to the rounding of float32.
       min_scale: the floor.
       max_scale: the ceiling.
 
@@ -81,22 +84,25 @@ def gradual(
     """
     _settings.check_scales(init_scale, min_scale, max_scale)
     _settings.check_factors(growth_factor, backoff_factor)
-    _settings.check_steps("growth_interval", growth_interval, "Use 2000.")
+    _settings.check_steps(
+        "growth_interval", growth_interval, "Use 2000.", LARGEST_INTERVAL
+    )
 
     def init() -> tuple[jax.Array, optax.OptState]:
-        loss_scale = _settings.clip(_settings.float32(init_scale), min_scale, max_scale)
+        loss_scale = _settings.first_scale(init_scale, min_scale, max_scale)
         return loss_scale, GradualRuleState(has_overflowed=jnp.array(False))
 
     def update(
         grads_finite: jax.Array, loss_scale: jax.Array, rule_state: optax.OptState
     ) -> tuple[jax.Array, optax.OptState]:
         growth = _settings.clamp(_settings.float32(growth_factor), 1, np.inf)
-        fraction = growth ** (1 / _settings.steps(growth_interval).astype(jnp.float32))
+        interval = _settings.steps(growth_interval, LARGEST_INTERVAL)
+        fraction = growth ** (1 / interval.astype(jnp.float32))
         backoff = _settings.clamp(_settings.float32(backoff_factor), 0, 1)
         growth = jnp.where(rule_state.has_overflowed, fraction, growth)
         loss_scale = loss_scale * jnp.where(grads_finite, growth, backoff)
         return _settings.clip(loss_scale, min_scale, max_scale), GradualRuleState(
-            has_overflowed=rule_state.has_overflowed | ~grads_finite
+            has_overflowed=rule_state.has_overflowed | jnp.logical_not(grads_finite)
         )
 
     return Rule(init, update)

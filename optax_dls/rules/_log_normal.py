@@ -70,7 +70,8 @@ def log_normal(
       mean_decay: of the running mean, between 0 and 1: 0.99 looks back 100 steps.
       variance_decay: of the averages for the deviation, between 0 and 1.
       gradient_limit: the largest number that gradients can hold, 65504 in float16.
-      growth_factor: the largest growth in a step, at least 1 (``inf`` for any).
+      growth_factor: the largest growth in a step, at least 2, or 1 without
+        ``power_of_two`` (``inf`` for any).
       backoff_factor: the least backoff at an overflow, between 0 and 1.
       min_scale: the floor.
       max_scale: the ceiling.
@@ -100,8 +101,13 @@ def log_normal(
     """
     _settings.check_scales(init_scale, min_scale, max_scale)
     _settings.check_backoff_factor(backoff_factor)
+    least = 2 if power_of_two is True else 1
     _settings.check(
-        "growth_factor", growth_factor, "at least 1", lambda x: x >= 1, "Use 2.0."
+        "growth_factor",
+        growth_factor,
+        f"at least {least}" + (", for powers of two" if least == 2 else ""),
+        lambda x: x >= least,
+        "Use 2.0.",
     )
     _settings.check(
         "overflow_probability",
@@ -110,16 +116,19 @@ def log_normal(
         lambda x: 0 < x < 0.5,
         "Use 0.001.",
     )
-    for name, decay in (("mean_decay", mean_decay), ("variance_decay", variance_decay)):
+    for name, decay, default in (
+        ("mean_decay", mean_decay, 0.99),
+        ("variance_decay", variance_decay, 0.999),
+    ):
         _settings.check(
-            name, decay, "above 0 and below 1", lambda x: 0 < x < 1, "Use 0.99."
+            name, decay, "above 0 and below 1", lambda x: 0 < x < 1, f"Use {default}."
         )
     _settings.check_gradient_limit(gradient_limit)
     if not isinstance(power_of_two, bool):
         raise TypeError(f"power_of_two must be True or False, got {power_of_two!r}.")
 
     def init() -> tuple[jax.Array, optax.OptState]:
-        loss_scale = _settings.clip(_settings.float32(init_scale), min_scale, max_scale)
+        loss_scale = _settings.first_scale(init_scale, min_scale, max_scale)
         zero = jnp.zeros((), jnp.float32)
         return loss_scale, LogNormalRuleState(
             jnp.zeros((), jnp.int32), zero, zero, zero
@@ -133,10 +142,11 @@ def log_normal(
         last_finite: ArrayLike = True,
         largest_gradient: ArrayLike,
     ) -> tuple[jax.Array, optax.OptState]:
-        limit = jnp.log2(_settings.float32(gradient_limit))
+        limit = _settings.float32(gradient_limit)
+        limit = jnp.log2(_settings.clamp(limit, 2.0**-100, np.finfo(np.float32).max))
         largest = jnp.asarray(largest_gradient, jnp.float32)
         # The first overflow of a streak alone: in a burst of NaN the scale falls on and on.
-        is_proof = ~grads_finite & last_finite
+        is_proof = jnp.logical_not(grads_finite) & last_finite
         x = jnp.where(
             grads_finite,
             jnp.log2(jnp.where(largest > 0, largest, 1.0)),
@@ -156,21 +166,21 @@ def log_normal(
             _observe(forgetful, x, mean_decay, variance_decay),
             rule_state,
         )
-        z = -ndtri(_settings.float32(overflow_probability))
+        probability = _settings.float32(overflow_probability)
+        z = -ndtri(_settings.clamp(probability, 1e-30, 0.5))
         exponent = limit - rule_state.mean - z * jnp.sqrt(rule_state.variance)
-        exponent = jnp.clip(exponent, -126.0, 126.0)
-        if power_of_two:
-            one = jnp.ones_like(exponent)
-            best = jnp.ldexp(one, jnp.floor(exponent).astype(jnp.int32))
-        else:
-            best = jnp.exp2(exponent)
+        best = jnp.exp2(jnp.clip(exponent, -126.0, 126.0))
+        best = jnp.where(rule_state.step_count > 0, best, loss_scale)
         growth = _settings.clamp(_settings.float32(growth_factor), 1, np.inf)
         backoff = _settings.clamp(_settings.float32(backoff_factor), 0, 1)
         farthest = loss_scale * jnp.where(grads_finite, growth, backoff)
-        best = jnp.where(rule_state.step_count > 0, best, loss_scale)
-        return _settings.clip(
-            jnp.minimum(best, farthest), min_scale, max_scale
-        ), rule_state
+        new_scale = _settings.clip(jnp.minimum(best, farthest), min_scale, max_scale)
+        if power_of_two:
+            # exp2 rounds: a hair below a power of two is meant to be it.
+            _, exponent = jnp.frexp(new_scale * (1 + 1e-5))
+            new_scale = jnp.ldexp(jnp.ones_like(new_scale), exponent - 1)
+            new_scale = _settings.clip(new_scale, min_scale, max_scale)
+        return new_scale, rule_state
 
     return Rule(init, update, ("last_finite", "largest_gradient"))
 
@@ -185,7 +195,7 @@ def _observe(
     count = optax.safe_increment(rule_state.step_count)
 
     def share_of_newest(decay: ArrayLike) -> jax.Array:
-        decay = jnp.clip(_settings.float32(decay), 0.0, 1 - 1e-6)
+        decay = _settings.clamp(_settings.float32(decay), 0.0, 1 - 1e-6)
         return (1 - decay) / (1 - decay ** count.astype(jnp.float32))
 
     # From distances, not from squares, whose difference loses all digits.

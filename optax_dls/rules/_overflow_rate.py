@@ -25,7 +25,8 @@ class OverflowRateRuleState(NamedTuple):
     """State of :func:`overflow_rate`.
 
     Attributes:
-      growth_count: finite steps since the last overflow; saturates at 2**24 - 1.
+      growth_count: finite steps since the last growth or overflow; with
+        ``interval_follows_scale`` since the last overflow, up to 2**24 - 1.
       growth_interval: of how many of them each grows the scale; it moves with
         ``interval_follows_scale``.
       overflow_count: overflows since the last backoff.
@@ -65,7 +66,7 @@ def overflow_rate(
       init_scale: as in :func:`dynamic`, like all that follow.
       growth_factor: at least 1.
       backoff_factor: between 0 and 1.
-      growth_interval: N, a whole number of at least 1.
+      growth_interval: N, a whole number from 1 to 2**24 - 1.
       min_scale: the floor.
       max_scale: the ceiling.
       interval_follows_scale: multiply N by ``growth_factor`` when the scale grows, and
@@ -97,7 +98,9 @@ def overflow_rate(
     )
     _settings.check_scales(init_scale, min_scale, max_scale)
     _settings.check_factors(growth_factor, backoff_factor)
-    _settings.check_steps("growth_interval", growth_interval, "Use 2000.")
+    _settings.check_steps(
+        "growth_interval", growth_interval, "Use 2000.", LARGEST_COUNT
+    )
     if not isinstance(interval_follows_scale, bool):
         raise TypeError(
             "interval_follows_scale must be True or False, got "
@@ -105,9 +108,9 @@ def overflow_rate(
         )
 
     def init() -> tuple[jax.Array, optax.OptState]:
-        loss_scale = _settings.clip(_settings.float32(init_scale), min_scale, max_scale)
+        loss_scale = _settings.first_scale(init_scale, min_scale, max_scale)
         count = jnp.zeros((), jnp.int32)
-        interval = _settings.steps(growth_interval).astype(jnp.float32)
+        interval = _settings.steps(growth_interval, LARGEST_COUNT).astype(jnp.float32)
         return loss_scale, OverflowRateRuleState(count, interval, count, count)
 
     def update(
@@ -125,8 +128,14 @@ def overflow_rate(
         overflows = optax.safe_increment(rule_state.overflow_count)
         overflows = jnp.where(grads_finite, rule_state.overflow_count, overflows)
         share = overflows.astype(jnp.float32) / steps.astype(jnp.float32)
-        backs_off = ~grads_finite & (share >= _settings.float32(tolerance))
+        backs_off = jnp.logical_not(grads_finite) & (
+            share >= _settings.float32(tolerance)
+        )
 
+        if (
+            not interval_follows_scale
+        ):  # else it is the next growth that counts from there
+            growth_count = jnp.where(grows, 0, growth_count)
         factor = jnp.where(grows, growth, jnp.where(backs_off, backoff, 1.0))
         if interval_follows_scale:
             shorter = jnp.floor(interval * backoff + 1e-4)  # a rounding below is whole

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from .. import _types
 from ._rule import Rule
 from ._static import NoScalingState
 
@@ -49,6 +50,10 @@ def retrying(rule: Rule) -> Rule:
       >>> rule = dls.rules.retrying(dls.rules.dynamic(growth_interval=100))
       >>> tx = dls.loss_scaling(optax.adam(3e-4), rule)
     """
+    if not isinstance(rule, Rule):
+        raise TypeError(
+            f"rule must be a Rule, got {rule!r}. Call rules.dynamic(), for instance."
+        )
     if isinstance(jax.eval_shape(rule.init)[1], NoScalingState):
         return rule
 
@@ -74,7 +79,7 @@ def retrying(rule: Rule) -> Rule:
             attempt: jax.Array, before: tuple[jax.Array, optax.OptState]
         ) -> tuple[jax.Array, optax.OptState]:
             after = rule.update(jnp.array(False), *before, **told_of(attempt))
-            return jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), after, before)
+            return _types.keep(after, before, "rule.update", "Keep the state's types.")
 
         heard = lax.fori_loop(0, unheard, overflow, (loss_scale, inside))
         loss_scale, inside = rule.update(grads_finite, *heard, **told_of(unheard))

@@ -32,9 +32,11 @@ class Rule(NamedTuple):
       needs: names of keyword arguments that ``update`` takes besides. A rule pays for
         what it asks for and no other does:
 
-        - ``"last_finite"``: ``grads_finite`` of the step before, True before the first.
+        - ``"last_finite"``: ``grads_finite`` of the step before (whether or not the rule
+          was told of it: it is not where a loss or an update was to blame), True before
+          the first.
         - ``"largest_gradient"``: the largest finite magnitude among the entries of the
-          unscaled gradients, shape () and float32, equal on all devices that share the
+          unscaled gradients (of complex ones, the parts), shape () and float32, equal on all devices that share the
           scale. It costs a second reduction over the gradients.
 
     Example:

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ._rule import DEFAULT_MAX_SCALE, LARGEST_SCALE, SMALLEST_SCALE
+from ._rule import (
+    DEFAULT_INIT_SCALE,
+    DEFAULT_MAX_SCALE,
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+)
 
 
 def float32(x: ArrayLike) -> jax.Array:
@@ -32,9 +37,20 @@ def clip(
     return clamp(loss_scale, floor, ceiling)
 
 
-def steps(interval: ArrayLike) -> jax.Array:
+def first_scale(
+    init_scale: ArrayLike, min_scale: ArrayLike, max_scale: ArrayLike
+) -> jax.Array:
+    """The first scale, in bounds; the default for an array that is not finite."""
+    scale = float32(init_scale)
+    scale = jnp.where(jnp.isfinite(scale), scale, DEFAULT_INIT_SCALE)
+    return clip(scale, min_scale, max_scale)
+
+
+def steps(interval: ArrayLike, largest: int = 2**31 - 1) -> jax.Array:
     """A number of steps as int32 of at least 1."""
-    return jnp.maximum(jnp.asarray(interval, jnp.int32), 1)
+    if not isinstance(interval, jax.Array):
+        interval = np.clip(interval, 1, largest)  # before int32 wraps around
+    return jnp.clip(interval, 1, largest).astype(jnp.int32)
 
 
 def check(
@@ -117,12 +133,15 @@ def check_backoff_factor(backoff_factor: ArrayLike) -> None:
     )
 
 
-def check_steps(name: str, value: ArrayLike, cure: str) -> None:
+def check_steps(
+    name: str, value: ArrayLike, cure: str, largest: int = 2**31 - 1
+) -> None:
+    bound = "2**31 - 1" if largest == 2**31 - 1 else str(largest)
     check(
         name,
         value,
-        "a whole number from 1 to 2**31 - 1",
-        lambda x: 1 <= x < 2**31,
+        f"a whole number from 1 to {bound}",
+        lambda x: 1 <= x <= largest,
         cure,
         kind=numbers.Integral,
     )
@@ -132,7 +151,7 @@ def check_gradient_limit(gradient_limit: ArrayLike) -> None:
     check(
         "gradient_limit",
         gradient_limit,
-        "above 0 and finite",
-        lambda x: 0 < x < float("inf"),
+        "above 0 and finite in float32",
+        lambda x: 0 < x <= float(np.finfo(np.float32).max),
         "Use 65504 for gradients computed in float16.",
     )
