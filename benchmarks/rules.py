@@ -34,7 +34,9 @@ RULES = {
     "dynamic, gradient limit": functools.partial(
         rules.dynamic, gradient_limit=65504.0, max_scale=MAX_SCALE
     ),
-    "hysteresis 2, no recovery (Megatron)": lambda init_scale: profiles.megatron(init_scale),
+    "hysteresis 2, no recovery (Megatron)": lambda init_scale: profiles.megatron(
+        init_scale
+    ),
     "overflow rate (fairseq, 0.25)": lambda init_scale: profiles.fairseq(
         init_scale, tolerance=0.25
     ),

@@ -1,10 +1,13 @@
 """Is every number finite, and do all devices that share a scaler say so?"""
 
+import functools
 from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
+from jax.typing import ArrayLike
 
 from ._views import is_inexact
 
@@ -32,13 +35,37 @@ def all_finite(tree: object) -> jax.Array:
       >>> bool(dls.all_finite([jnp.ones(3), jnp.array([0.0, jnp.nan])]))
       False
     """
-    # Leaf by leaf: a concatenation would gather sharded leaves, a max drops NaN.
+    # Never as a concatenation, which would gather sharded leaves, nor by a max, which
+    # drops NaN.
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
     flags = [
-        jnp.all(jnp.isfinite(leaf))
-        for leaf in jax.tree.leaves(tree)
-        if is_inexact(leaf)
+        jnp.all(functools.reduce(jnp.logical_and, map(jnp.isfinite, group)))
+        for group in _groups(leaves)
     ]
     return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+
+
+def _groups(leaves: Sequence[ArrayLike]) -> list[list[ArrayLike]]:
+    """Up to eight leaves each that one loop can read: of one shape, and laid out alike.
+
+    With many leaves that is a third of the time of a loop for each, and much less to
+    compile. Where a partitioner decides how arrays are laid out, nobody knows yet, and a
+    wrong guess would move them between devices: there each leaf stays alone.
+    """
+    alike: dict[Hashable, list[ArrayLike]] = {}
+    for number, leaf in enumerate(leaves):
+        sharding = jax.typeof(leaf).sharding
+        axis_types = sharding.mesh.axis_types
+        is_known = bool(axis_types) and AxisType.Auto not in axis_types
+        key: Hashable = number
+        if is_known or jax.device_count() == 1:
+            key = (jnp.shape(leaf), sharding.spec)
+        alike.setdefault(key, []).append(leaf)
+    return [
+        group[start : start + 8]
+        for group in alike.values()
+        for start in range(0, len(group), 8)
+    ]
 
 
 def largest_finite(tree: object) -> jax.Array:

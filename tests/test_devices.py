@@ -539,6 +539,23 @@ class TestCost:
         leaves = self.leaves(number, P("d"))
         assert added_collectives(jit_update, leaves) == {"all-reduce": added}
 
+    def test_one_reduction_for_500_leaves_whose_sharding_is_in_their_type(self):
+        mesh = mesh_of(AxisType.Explicit, d=8)
+        leaves = [jax.device_put(jnp.ones(8), NamedSharding(mesh, P("d")))] * 500
+        assert added_collectives(jit_update, leaves) == {"all-reduce": 1}
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_leaves_of_one_shape_that_are_laid_out_differently_stay_in_place(
+        self, kind
+    ):
+        mesh = mesh_of(kind, d=8)
+        leaves = [
+            jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec))
+            for spec in (P("d"), P(None, "d"), P()) * 4
+        ]
+        added = added_collectives(jit_update, leaves)
+        assert set(added) == {"all-reduce"}
+
     @pytest.mark.parametrize(
         ("specs", "added"),
         [([P("d", "m")], 2), ([P("d"), P("m")], 2), ([P("d"), P(("d", "m"))], 2)],
