@@ -14,8 +14,8 @@ from ._grad import scale_loss as scale_loss
 from ._grad import unscale as unscale
 from ._grad import value_and_scaled_grad as value_and_scaled_grad
 from ._history import History as History
-from ._interpret import Nonfinite as Nonfinite
 from ._layers import layer_scaling as layer_scaling
+from ._locate import Nonfinite as Nonfinite
 from ._locate import locate_nonfinite as locate_nonfinite
 from ._report import GradientReport as GradientReport
 from ._report import gradient_report as gradient_report

@@ -16,7 +16,6 @@ raises an error at its floor, the scale stays there, see ``raise_if_stalled``.
 import jax
 import jax.numpy as jnp
 import optax
-from jax.scipy.special import ndtr
 from jax.typing import ArrayLike
 
 from . import rules
@@ -440,6 +439,9 @@ def openseq2seq_logmax(
     Theirs takes an overflow for a gradient of 2**65536 and stays at its floor from then
     on; this one takes it for what :func:`rules.log_normal` does, and goes on.
     """
+    # Here, as it takes longer to import than all the rest.
+    from jax.scipy.special import ndtr
+
     _settings.check(
         "overflow_std_dev", overflow_std_dev, "above 0", lambda x: x > 0, "Use 3.09."
     )

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.scipy.special import ndtri
 from jax.typing import ArrayLike
 
 from . import _settings
@@ -142,6 +141,9 @@ def log_normal(
         last_finite: ArrayLike = True,
         largest_gradient: ArrayLike,
     ) -> tuple[jax.Array, optax.OptState]:
+        # Here, as it takes longer to import than all the rest.
+        from jax.scipy.special import ndtri
+
         limit = _settings.float32(gradient_limit)
         limit = jnp.log2(_settings.clamp(limit, 2.0**-100, np.finfo(np.float32).max))
         largest = jnp.asarray(largest_gradient, jnp.float32)
