@@ -101,8 +101,8 @@ def dynamic(
     Arrays and tracers are taken as they come (this is how
     ``optax.inject_hyperparams`` passes them) and are clamped to the legal range
     where they are used, because a traced value cannot be compared in Python. A
-    ``max_scale`` array that is not finite stands for the default: float16 cannot
-    hold it.
+    ``max_scale`` or ``init_scale`` array that is not finite stands for the default:
+    float16 cannot hold it.
 
     Returns:
       A :class:`Rule` whose state is a :class:`DynamicRuleState`, or a
