@@ -14,7 +14,7 @@ import optax_dls as dls
 pytestmark = pytest.mark.standard_promotion
 
 
-@pytest.fixture(scope="module", params=["rules", "layers"])
+@pytest.fixture(scope="module", params=["rules", "layers", "speed"])
 def benchmark(request):
     path = pathlib.Path(__file__).parents[1] / "benchmarks" / f"{request.param}.py"
     spec = importlib.util.spec_from_file_location(f"benchmark_{request.param}", path)
@@ -107,3 +107,54 @@ def test_early_layers_go_their_way_with_layer_scaling_only(benchmark):
     assert int(skips) == 0
     assert benchmark.alignment(one, reference, early) < 0.3
     assert benchmark.alignment(many, reference, early) > 0.8
+
+
+@pytest.mark.parametrize("benchmark", ["speed"], indirect=True)
+class TestSpeed:
+    def test_every_method_takes_the_same_step(self, benchmark):
+        """But Keras, whose AdamW is its own, and what is not installed."""
+        params, batches = benchmark.leaves_of(2, 8)
+        ends = {}
+        for name, make in benchmark.METHODS.items():
+            try:
+                method = make(optax.adamw(1e-3))
+            except ImportError:
+                continue
+            grads = {
+                "no scaling": {k: g / benchmark.SCALE for k, g in batches[""].items()}
+            }.get(name, batches[""])
+            new, _ = method.step(
+                params, method.init(params), lambda p, scale, g=grads: g
+            )
+            ends[name] = new["w0"]
+        assert len(ends) >= 6
+        for name, end in ends.items():
+            tolerance = 1e-5 if name == "Keras on JAX" else 1e-7
+            np.testing.assert_allclose(end, ends["optax_dls"], rtol=tolerance)
+
+    @pytest.mark.parametrize("model", ["mlp", "transformer"])
+    def test_models_train_in_float16(self, benchmark, model):
+        params, batch = getattr(benchmark, model)(16)
+        grads_of = benchmark.grads_of(getattr(benchmark, f"{model}_loss"))
+        grads = grads_of(params, jnp.float32(benchmark.SCALE), batch)
+        assert dls.all_finite(grads)
+        assert all(jnp.any(g != 0) for g in grads.values())
+
+    def test_times_methods_in_turn_and_says_what_is_missing(self, benchmark):
+        def missing(optimizer):
+            raise ImportError(name="nothing")
+
+        methods = {
+            "no scaling": benchmark.without,
+            "optax_dls": benchmark.ours,
+            "other": missing,
+        }
+        params, batches = benchmark.leaves_of(2, 8)
+        results = benchmark.measure(methods, params, benchmark.given, batches, rounds=3)
+        assert set(results) == {"", ", overflow"}
+        for measured in results.values():
+            assert {len(times) for times in measured.seconds.values()} == {3}
+            assert measured.left_out == {"other": "not installed: nothing"}
+            median = measured.ratio("optax_dls").split()[0]
+            assert float(median) > 0
+        assert "jax " in benchmark.machine()
