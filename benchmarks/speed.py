@@ -21,7 +21,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 # Large temporaries fault in page by page at every call otherwise, and hide the rest.
-MALLOC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=9000000000"
+MALLOC = (
+    "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=9000000000:"
+    "glibc.malloc.top_pad=1000000000"
+)
 if __name__ == "__main__" and os.environ.get("GLIBC_TUNABLES") != MALLOC:
     environment = os.environ | {"GLIBC_TUNABLES": MALLOC, "KERAS_BACKEND": "jax"}
     os.execve(sys.executable, [sys.executable, *sys.argv], environment)
