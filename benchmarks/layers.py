@@ -2,7 +2,7 @@
 
     python benchmarks/layers.py
 
-A plain MLP of 32 tanh layers on handwritten digits, whose gradients shrink to about a quarter
+A plain MLP of 32 tanh layers on handwritten digits, whose gradients shrink to less than half
 from layer to layer. Prints the table of the README.
 """
 
