@@ -6,15 +6,17 @@ Each figure is a ratio to plain AdamW in the same process, of runs that take tur
 median, with its quartiles. Writes speed.md and speed.png. Other libraries are optional
 (pip install flax jmp keras mixed-precision-for-jax jaxamp); a missing one is a line that
 says so. Note that jamp installs itself under the name jmp. On a GPU the same command
-measures there.
+measures there, and compares the conditional with a select.
 """
 
 import argparse
+import concurrent.futures
 import functools
 import importlib.metadata
 import os
 import pathlib
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,203 +33,16 @@ if __name__ == "__main__" and os.environ.get("GLIBC_TUNABLES") != MALLOC:
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import optax
+import peers
+from peers import Method, Params
 
 import optax_dls as dls
 
-SCALE = 2.0**10
-Params = dict[str, jax.Array]
-ScaledGrads = Callable[[Params, jax.Array], Params]  # of parameters and the scale
-
-
-class Method(NamedTuple):
-    """A way to train: state from parameters, and a step with scaled gradients."""
-
-    init: Callable[[Params], object]
-    step: Callable[[Params, object, ScaledGrads], tuple[Params, object]]
-    max_leaves: int = 10_000  # above, it takes minutes to compile
-
-
-def unscaled(grads: Params, scale: jax.Array) -> Params:
-    return jax.tree.map(lambda g: g.astype(jnp.float32) * (1 / scale), grads)
-
-
-def leafwise_finite(grads: Params) -> jax.Array:
-    return jnp.all(
-        jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
-    )
-
-
-def select(finite: jax.Array, new: object, old: object) -> object:
-    return jax.tree.map(functools.partial(jnp.where, finite), new, old)
-
-
-def without(optimizer: optax.GradientTransformation) -> Method:
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
-        grads = unscaled(scaled_grads(params, jnp.float32(1)), jnp.float32(1))
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return Method(optimizer.init, step)
-
-
-def fixed(optimizer: optax.GradientTransformation) -> Method:
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
-        grads = unscaled(scaled_grads(params, jnp.float32(SCALE)), jnp.float32(SCALE))
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return Method(optimizer.init, step)
-
-
-def apply_if_finite(optimizer: optax.GradientTransformation) -> Method:
-    return fixed(optax.apply_if_finite(optimizer, 1_000_000))
-
-
-def ours(optimizer: optax.GradientTransformation, **settings: float) -> Method:
-    tx = dls.dynamic_loss_scaling(optimizer, init_scale=SCALE, **settings)
-
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
-        grads = scaled_grads(params, dls.loss_scale(state))
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return Method(tx.init, step)
-
-
-def ours_with_where(optimizer: optax.GradientTransformation) -> Method:
-    """The same with a select where the library has a conditional, for GPUs."""
-
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
-        scale, inner = state
-        grads = unscaled(scaled_grads(params, scale), scale)
-        finite = dls.all_finite(grads)
-        updates, new = optimizer.update(grads, inner, params)
-        updates = jax.tree.map(lambda u: jnp.where(finite, u, 0), updates)
-        state = jnp.where(finite, scale, scale / 2), select(finite, new, inner)
-        return optax.apply_updates(params, updates), state
-
-    return Method(lambda p: (jnp.float32(SCALE), optimizer.init(p)), step, 200)
-
-
-def flax_dynamic_scale(optimizer: optax.GradientTransformation) -> Method:
-    from flax.training.dynamic_scale import DynamicScale
-
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
-        scaler, inner = state
-        grads = scaled_grads(params, scaler.scale)
-
-        @jax.custom_vjp
-        def loss(params):  # type: ignore[no-untyped-def]
-            return jnp.float32(0)
-
-        loss.defvjp(lambda p: (jnp.float32(0), None), lambda _, g: (grads,))
-        zeros = jax.tree.map(jnp.zeros_like, grads)
-        scaler, finite, _, grads = scaler.value_and_grad(loss)(zeros)
-        updates, new = optimizer.update(grads, inner, params)
-        new_params = optax.apply_updates(params, updates)
-        inner = select(finite, new, inner)
-        return select(finite, new_params, params), (scaler, inner)
-
-    start = DynamicScale(scale=SCALE)
-    return Method(lambda p: (start, optimizer.init(p)), step, 200)
-
-
-def jmp_dynamic_loss_scale(optimizer: optax.GradientTransformation) -> Method:
-    import jmp
-
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
-        scale, counter, inner = state
-        scaler = jmp.DynamicLossScale(scale, counter)
-        grads = scaler.unscale(scaled_grads(params, scale))
-        finite = jmp.all_finite(grads)
-        scaler = scaler.adjust(finite)
-        updates, new = optimizer.update(grads, inner, params)
-        new_params = optax.apply_updates(params, updates)
-        params, inner = jmp.select_tree(finite, (new_params, new), (params, inner))
-        return params, (scaler.loss_scale, scaler.counter, inner)
-
-    def init(params):  # type: ignore[no-untyped-def]
-        return jnp.float32(SCALE), jnp.int32(0), optimizer.init(params)
-
-    return Method(init, step, 200)
-
-
-def mpx_dynamic_loss_scaling(optimizer: optax.GradientTransformation) -> Method:
-    import mpx
-
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
-        scaler, inner = state
-        grads = scaled_grads(params, scaler.loss_scaling)
-        finite = mpx.all_finite(grads)
-        grads = scaler.unscale(grads)
-        params, inner = mpx.optimizer_update(params, optimizer, inner, grads, finite)
-        return params, (scaler.adjust(finite), inner)
-
-    def init(params):  # type: ignore[no-untyped-def]
-        scaler = mpx.DynamicLossScaling(jnp.float32(SCALE), jnp.float32(1))
-        return scaler, optimizer.init(params)
-
-    return Method(init, step, 200)
-
-
-def jaxamp_without_skip(optimizer: optax.GradientTransformation) -> Method:
-    import jaxamp
-    from jaxamp._dynamic_scaler import dynamic_scale_tx
-
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
-        scaler, inner = state
-        grads = scaled_grads(params, scaler.scaler)
-        given = dynamic_scale_tx(lambda _: lambda **_: grads)(lambda: None)
-        scaler, grads = given(dynamic_scaler_state=scaler)
-        updates, inner = optimizer.update(grads, inner, params)
-        return optax.apply_updates(params, updates), (scaler, inner)
-
-    def init(params):  # type: ignore[no-untyped-def]
-        start = jaxamp.DynamicScalerState(scaler=jnp.float32(SCALE))
-        return jax.tree.map(jnp.array, start), optimizer.init(params)
-
-    return Method(init, step)
-
-
-def keras_loss_scale_optimizer(optimizer: optax.GradientTransformation) -> Method:
-    import keras
-
-    del optimizer  # Keras has an AdamW of its own
-    kinds: dict[str, object] = {}
-
-    def init(params):  # type: ignore[no-untyped-def]
-        variables = [keras.Variable(p) for p in jax.tree.leaves(params)]
-        kinds["it"] = keras.optimizers.LossScaleOptimizer(
-            keras.optimizers.AdamW(1e-3, weight_decay=1e-4), initial_scale=SCALE
-        )
-        kinds["it"].build(variables)
-        return [v.value for v in kinds["it"].variables]
-
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
-        grads = scaled_grads(params, jnp.float32(SCALE))
-        leaves, treedef = jax.tree.flatten(params)
-        leaves, state = kinds["it"].stateless_apply(
-            state, jax.tree.leaves(grads), leaves
-        )
-        return jax.tree.unflatten(treedef, leaves), state
-
-    return Method(init, step, 200)
-
-
-METHODS = {
-    "no scaling": without,
-    "fixed scale, no check": fixed,
-    "optax_dls": ours,
-    "optax_dls, gradient limit": functools.partial(ours, gradient_limit=65504.0),
-    "optax.apply_if_finite": apply_if_finite,
-    "flax DynamicScale": flax_dynamic_scale,
-    "jmp": jmp_dynamic_loss_scale,
-    "mpx": mpx_dynamic_loss_scaling,
-    "jaxamp (does not skip)": jaxamp_without_skip,
-    "Keras on JAX": keras_loss_scale_optimizer,
-}
+PLAIN, OURS = "no scaling", "optax_dls"
+GROWTH = ("leaves", "parameters")
 
 
 class Measured(NamedTuple):
@@ -238,139 +53,82 @@ class Measured(NamedTuple):
     left_out: dict[str, str]
 
     def ratio(self, name: str) -> str:
-        ratios = np.divide(self.seconds[name], self.seconds["no scaling"])
+        ratios = np.divide(self.seconds[name], self.seconds[PLAIN])
         low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75])
         return f"{median:.2f} [{low:.2f}, {high:.2f}]"
 
+    def milliseconds(self, name: str) -> float:
+        return float(np.median(self.seconds[name])) * 1e3
+
+
+def build(
+    methods: dict[str, Callable[[optax.GradientTransformation], Method]],
+    number_of_leaves: int,
+) -> tuple[dict[str, Method], dict[str, str]]:
+    """The methods that are installed and can be compiled, and why the others cannot."""
+    built, left_out = {}, {}
+    for name, make in methods.items():
+        try:
+            method = make(optax.adamw(1e-3))
+        except ImportError as error:
+            left_out[name] = f"not installed: {error.name}"
+            continue
+        if number_of_leaves > method.max_leaves:
+            left_out[name] = "takes minutes to compile"
+            continue
+        built[name] = method
+    return built, left_out
+
 
 def measure(
-    methods: dict[str, Callable],
+    methods: dict[str, Callable[[optax.GradientTransformation], Method]],
     params: Params,
     scaled_grads: Callable[[Params, jax.Array, object], Params],
     batches: dict[str, object],
     *,
     donate: bool = True,
     rounds: int = 21,
-    seconds: float = 40.0,
+    compile_together: bool = True,
 ) -> dict[str, Measured]:
-    """Times one step of each method in turn, for so many rounds or seconds of each batch."""
-    optimizer = optax.adamw(1e-3)
-    compile_seconds, left_out, running = {}, {}, {}
+    """Times one step of each method in turn, for so many rounds of each batch.
+
+    Compiling two programs at once saves time, but only one at a time is measured right.
+    """
+    built, left_out = build(methods, len(params))
     batch = next(iter(batches.values()))
-    for name, make in methods.items():
-        try:
-            method = make(optimizer)
-        except ImportError as error:
-            left_out[name] = f"not installed: {error.name}"
-            continue
-        if len(params) > method.max_leaves:
-            left_out[name] = "takes minutes to compile"
-            continue
+    lowered, running = {}, {}
+    for name, method in built.items():
         own = jax.tree.map(jnp.copy, params)
-        state = jax.tree.map(jnp.array, method.init(own))
+        running[name] = own, jax.tree.map(jnp.array, method.init(own))
 
         def step(params, state, batch, method=method):  # type: ignore[no-untyped-def]
-            grads_of = functools.partial(scaled_grads, batch=batch)
-            return method.step(params, state, grads_of)
+            return method.step(
+                params, state, functools.partial(scaled_grads, batch=batch)
+            )
 
+        jitted = jax.jit(step, donate_argnums=(0, 1) if donate else ())
+        lowered[name] = jitted.lower(*running[name], batch)
+
+    def compile_one(name: str) -> tuple[Callable, float]:
         start = time.perf_counter()
-        compiled = (
-            jax.jit(step, donate_argnums=(0, 1) if donate else ())
-            .lower(own, state, batch)
-            .compile()
-        )
-        compile_seconds[name] = time.perf_counter() - start
-        running[name] = compiled, jax.block_until_ready(compiled(own, state, batch))
+        return lowered[name].compile(), time.perf_counter() - start
 
+    with concurrent.futures.ThreadPoolExecutor(2 if compile_together else 1) as pool:
+        compiled = dict(zip(built, pool.map(compile_one, built), strict=True))
     results = {}
     for label, batch in batches.items():
-        results[label] = Measured(
-            {name: [] for name in running}, compile_seconds, left_out
-        )
-        end = time.perf_counter() + seconds
-        for number in range(rounds):
-            for name, (compiled, (own, state)) in running.items():
+        seconds: dict[str, list[float]] = {name: [] for name in built}
+        for number in range(rounds + 1):
+            for name, (run, _) in compiled.items():
                 start = time.perf_counter()
-                new = jax.block_until_ready(compiled(own, state, batch))
-                results[label].seconds[name].append(time.perf_counter() - start)
-                running[name] = compiled, new if donate else (own, state)
-            if number >= 4 and time.perf_counter() > end:
-                break
+                new = jax.block_until_ready(run(*running[name], batch))
+                if number:  # the first warms up
+                    seconds[name].append(time.perf_counter() - start)
+                if donate:
+                    running[name] = new
+        times = {name: compile_time for name, (_, compile_time) in compiled.items()}
+        results[label] = Measured(seconds, times, left_out)
     return results
-
-
-def given(params: Params, scale: jax.Array, batch: Params) -> Params:
-    """Gradients that come from elsewhere, for the update alone."""
-    del params, scale
-    return batch
-
-
-def leaves_of(number: int, size: int) -> tuple[Params, dict[str, Params]]:
-    """Parameters in float32 and scaled gradients in float16, good ones and bad ones."""
-    params = {f"w{i}": jnp.full(size, 0.5) for i in range(number)}
-    good = {name: jnp.full(size, 0.01, jnp.float16) for name in params}
-    last = f"w{number - 1}"
-    bad = good | {last: good[last].at[-1].set(jnp.inf)}
-    return params, {"": good, ", overflow": bad}
-
-
-def mlp_loss(params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    x, labels = batch
-    *hidden, last = (params[name].astype(jnp.float16) for name in sorted(params))
-    x = x.astype(jnp.float16)
-    for weights in hidden:
-        x = jax.nn.gelu(x @ weights)
-    logits = (x @ last).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def mlp(width: int = 512) -> tuple[Params, tuple[jax.Array, jax.Array]]:
-    sizes = [256, width, width, width, width, 10]
-    keys = jax.random.split(jax.random.key(0), len(sizes))
-    params = {
-        f"w{i}": jax.random.normal(key, (a, b)) / a**0.5
-        for i, (key, a, b) in enumerate(zip(keys, sizes[:-1], sizes[1:], strict=False))
-    }
-    x = jax.random.normal(keys[-1], (32, 256))
-    return params, (x, jnp.arange(32) % 10)
-
-
-def transformer_loss(params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Three layers of one head each, on rows of tokens."""
-    tokens, labels = batch
-    half = {name: p.astype(jnp.float16) for name, p in params.items()}
-    x = half["embedding"][tokens]
-    for i in range(3):
-        q, k, v = (x @ half[f"{name}{i}"] for name in "qkv")
-        scores = jnp.einsum("bid,bjd->bij", q, k) / jnp.float16(x.shape[-1] ** 0.5)
-        x = x + jnp.einsum("bij,bjd->bid", jax.nn.softmax(scores), v) @ half[f"o{i}"]
-        x = x + jax.nn.gelu(x @ half[f"up{i}"]) @ half[f"down{i}"]
-        mean = jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True)
-        x = (x / jnp.sqrt(mean + 1e-5).astype(jnp.float16)) * half[f"norm{i}"]
-    logits = (x @ half["embedding"].T).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def transformer(width: int = 128) -> tuple[Params, tuple[jax.Array, jax.Array]]:
-    shapes = {"embedding": (256, width)}
-    for i in range(3):
-        shapes |= {f"{name}{i}": (width, width) for name in "qkvo"}
-        shapes |= {f"up{i}": (width, 4 * width), f"down{i}": (4 * width, width)}
-        shapes |= {f"norm{i}": (1, 1, width)}
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    params = {
-        name: jnp.ones(shape) if "norm" in name else jax.random.normal(key, shape) / 16
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
-    tokens = jnp.arange(4 * 32).reshape(4, 32) * 7 % 256
-    return params, (tokens, (tokens + 1) % 256)
-
-
-def grads_of(loss_fn: Callable) -> Callable:
-    def scaled_grads(params: Params, scale: jax.Array, batch: object) -> Params:
-        return jax.grad(lambda p: loss_fn(p, batch) * scale)(params)
-
-    return scaled_grads
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -378,109 +136,207 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def compare(quick: bool) -> tuple[str, dict[str, Measured]]:
-    """The tables of all methods, and the measurements behind them."""
-    if quick:
-        sizes = {"1 leaf": (1, 200_000), "10 leaves": (10, 5000)}
-    else:
-        sizes = {"1 leaf": (1, 10**7), "200 leaves": (200, 50_000)}
-        sizes["2000 leaves"] = (2000, 500)
-    rounds = 5 if quick else 21
-    methods = METHODS
+def compare(quick: bool) -> dict[str, Measured]:
+    """Every method at every case: the update alone, and whole steps."""
+    methods = dict(peers.METHODS)
     if jax.default_backend() != "cpu":
-        methods = METHODS | {"optax_dls with where": ours_with_where}
+        methods["optax_dls with where"] = peers.ours_with_where
+    sizes = {"1 leaf": (1, 10**7), "200 leaves": (200, 50_000)}
+    sizes |= {"2000 leaves": (2000, 500)}
+    if quick:
+        sizes = {"1 leaf": (1, 200_000)}
+    rounds = 5 if quick else 21
     columns = {}
     for name, (number, size) in sizes.items():
-        params, batches = leaves_of(number, size)
+        params, batches = models.leaves_of(number, size)
         for donate in (True, False) if number == 1 else (True,):
             results = measure(
-                methods, params, given, batches, donate=donate, rounds=rounds
+                methods, params, models.given, batches, donate=donate, rounds=rounds
             )
             for label, measured in results.items():
                 columns[name + label + ("" if donate else ", not donated")] = measured
     for name, (params, batch), loss_fn in (
-        ("MLP step", mlp(64 if quick else 512), mlp_loss),
-        ("transformer step", transformer(32 if quick else 128), transformer_loss),
+        ("MLP step", models.mlp(64 if quick else 512), models.mlp_loss),
+        (
+            "transformer step",
+            models.transformer(32 if quick else 128),
+            models.transformer_loss,
+        ),
     ):
-        results = measure(
-            methods, params, grads_of(loss_fn), {"": batch}, rounds=3 * rounds
-        )
-        columns[name] = results[""]
-    rows = [
-        [name]
-        + [
-            m.ratio(name) if name in m.seconds else m.left_out[name]
+        grads = models.grads_of(loss_fn)
+        columns[name] = measure(methods, params, grads, {"": batch}, rounds=3 * rounds)[
+            ""
+        ]
+    return columns
+
+
+def comparison_table(columns: dict[str, Measured]) -> str:
+    rows = [[PLAIN, *(f"{m.milliseconds(PLAIN):.1f} ms" for m in columns.values())]]
+    for name in [*peers.METHODS, "optax_dls with where"][1:]:
+        cells = [
+            m.ratio(name) if name in m.seconds else m.left_out.get(name, "")
             for m in columns.values()
         ]
-        for name in methods
-    ]
-    plain = [
-        f"{np.median(m.seconds['no scaling']) * 1e3:.1f} ms" for m in columns.values()
-    ]
-    rows[0] = ["no scaling", *(f"1 ({text})" for text in plain)]
-    return table(["against no scaling", *columns], rows), columns
+        rows += [[name, *cells]] if any(cells) else []
+    return table(["", *columns], rows)
 
 
-def growth(
-    quick: bool,
-) -> tuple[str, dict[str, list[tuple[int, float, float, float, float]]]]:
-    """Times of plain and of ours, run and compiled, over leaves and over parameters."""
-    methods = {name: METHODS[name] for name in ("no scaling", "optax_dls")}
-    leaves = (1, 10, 100) if quick else (1, 10, 100, 1000, 5000)
+def growth(quick: bool) -> dict[str, dict[int, Measured]]:
+    """Plain and ours, over leaves of 1000 entries and over the size of one leaf."""
+    methods = {name: peers.METHODS[name] for name in (PLAIN, OURS)}
+    leaves = (1, 30) if quick else (1, 10, 100, 1000, 5000)
     parameters = (10**5, 10**6) if quick else (10**5, 10**6, 10**7, 10**8)
-    series = {
-        "leaves": [(n, (n, 1000)) for n in leaves],
-        "parameters": [(n, (1, n)) for n in parameters],
-    }
-    results: dict[str, list[tuple[int, float, float, float, float]]] = {}
+    results: dict[str, dict[int, Measured]] = {kind: {} for kind in GROWTH}
+    for kind, number, shape in (
+        *(("leaves", n, (n, 1000)) for n in leaves),
+        *(("parameters", n, (1, n)) for n in parameters),
+    ):
+        params, batches = models.leaves_of(*shape)
+        good = {"": batches[""]}
+        results[kind][number] = measure(
+            methods, params, models.given, good, rounds=11, compile_together=False
+        )[""]
+    return results
+
+
+def growth_table(results: dict[str, dict[int, Measured]]) -> str:
+    """With the exponents of growth, of what is above each row."""
     rows = []
-    for name, points in series.items():
-        results[name] = []
-        for number, shape in points:
-            params, batches = leaves_of(*shape)
-            good = {"": batches[""]}
-            m = measure(methods, params, given, good, rounds=11, seconds=20)[""]
-            times = [np.median(m.seconds[method]) * 1e3 for method in methods]
-            compiles = [m.compile_seconds[method] for method in methods]
-            results[name].append((number, *times, *compiles))
-            rows.append(
-                [f"{number} {name}", *(f"{t:.2f}" for t in times)]
-                + [m.ratio("optax_dls"), *(f"{c:.1f}" for c in compiles)]
-                + [f"{compiles[1] / compiles[0]:.2f}"]
-            )
-    header = ["", "plain ms", "ours ms", "ratio", "compile plain s", "ours s", "ratio"]
-    return table(header, rows), results
+    for kind, points in results.items():
+        before: tuple[int, list[float]] | None = None
+        for number, m in points.items():
+            times = [m.milliseconds(PLAIN), m.milliseconds(OURS)]
+            times += [m.compile_seconds[PLAIN], m.compile_seconds[OURS]]
+            exponents = ["", "", "", ""]
+            if before:
+                grown = np.log(np.divide(times, before[1])) / np.log(number / before[0])
+                exponents = [f" (n^{x:.1f})" for x in grown]
+            before = number, times
+            cells = [f"{t:.2f}{x}" for t, x in zip(times, exponents, strict=True)]
+            cells.insert(2, m.ratio(OURS))
+            rows.append([f"{number:,} {kind}", *cells, f"{times[3] / times[2]:.2f}"])
+    header = ["", "plain ms", "ours ms", "ratio"]
+    header += ["plain compiles in s", "ours", "ratio"]
+    return table(header, rows)
 
 
-def draw(columns: dict[str, Measured], path: pathlib.Path) -> None:
+def fastest(function: Callable[[], object], times: int = 3) -> float:
+    """Milliseconds, after a first call."""
+    function()
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        jax.block_until_ready(function())
+        taken.append(time.perf_counter() - start)
+    return min(taken) * 1e3
+
+
+def overhead(number: int = 100) -> str:
+    """What Python costs: un-jitted, while tracing, and to import, in milliseconds."""
+    params, _ = models.leaves_of(number, 8)
+    grads = params
+
+    def loss_fn(params: Params) -> jax.Array:
+        return sum((jnp.sum(p) for p in params.values()), jnp.float32(0))
+
+    wrappers = {
+        "optax.adamw": lambda tx: tx,
+        "optax.apply_if_finite": lambda tx: optax.apply_if_finite(tx, 10),
+        "optax_dls": dls.dynamic_loss_scaling,
+    }
+    rows = []
+    for name, wrap in wrappers.items():
+        tx = wrap(optax.adamw(1e-3))
+        state = tx.init(params)
+
+        def trace(wrap=wrap, state=state) -> None:  # type: ignore[no-untyped-def]
+            new = wrap(optax.adamw(1e-3))  # an old one remembers
+            jax.jit(new.update).trace(grads, state, params)
+
+        def update(tx=tx, state=state) -> object:  # type: ignore[no-untyped-def]
+            return tx.update(grads, state, params)
+
+        cells = f"{fastest(update):.1f}", f"{fastest(trace):.0f}"
+        rows.append([f"{name}, update of {number} leaves", *cells])
+
+    state = dls.dynamic_loss_scaling(optax.adamw(1e-3)).init(params)
+    plain = jax.value_and_grad(loss_fn)
+    scaled = functools.partial(dls.value_and_scaled_grad(loss_fn), state=state)
+    for name, function in (
+        ("jax.value_and_grad", plain),
+        ("value_and_scaled_grad", scaled),
+    ):
+        traced = fastest(lambda f=function: jax.jit(lambda p: f(p)).trace(params) and 0)
+        cells = f"{fastest(lambda f=function: f(params)):.1f}", f"{traced:.0f}"
+        rows.append([f"{name} of {number} leaves", *cells])
+    imports = min(import_milliseconds() for _ in range(3))
+    rows.append(["import optax_dls, after jax and optax", f"{imports:.0f}", ""])
+    return table(["", "un-jitted, ms", "traced, ms"], rows)
+
+
+def import_milliseconds() -> float:
+    """Without garbage collection: of what jax made, which may fall here or elsewhere."""
+    code = (
+        "import gc, time, jax, optax; gc.disable(); start = time.perf_counter(); "
+        "import optax_dls; print(time.perf_counter() - start)"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    for name in ("GLIBC_TUNABLES", "PYTHONDONTWRITEBYTECODE"):
+        environment.pop(name, None)
+    return 1e3 * float(
+        subprocess.check_output([sys.executable, "-c", code], env=environment)
+    )
+
+
+def draw(
+    columns: dict[str, Measured],
+    results: dict[str, dict[int, Measured]],
+    path: pathlib.Path,
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    figure, axes = plt.subplot_mosaic(
+        [["methods", "methods"], ["leaves", "parameters"]],
+        figsize=(10, 7.5),
+        height_ratios=[3, 2],
+        layout="constrained",
+    )
     shown = [name for name in columns if "donated" not in name]
-    figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    names = [name for name in METHODS if name != "no scaling"]
+    names = [name for name in peers.METHODS if name != PLAIN]
+    axis = axes["methods"]
     for i, name in enumerate(names):
-        places, medians = [], []
-        for j, column in enumerate(shown):
-            seconds = columns[column].seconds
-            if name in seconds:
-                ratios = np.divide(seconds[name], seconds["no scaling"])
-                places.append(j + (i - len(names) / 2) * 0.085)
-                medians.append(np.median(ratios))
-        color = "#0072B2" if name == "optax_dls" else f"{0.4 + 0.5 * i / len(names)}"
-        axis.bar(places, medians, 0.08, label=name, color=color)
+        places = [j for j, c in enumerate(shown) if name in columns[c].seconds]
+        medians = [
+            np.median(np.divide(m.seconds[name], m.seconds[PLAIN]))
+            for m in (columns[shown[j]] for j in places)
+        ]
+        offset = (i - (len(names) - 1) / 2) * 0.085
+        color = "#0072B2" if name == OURS else f"{0.4 + 0.5 * i / len(names)}"
+        axis.bar(np.add(places, offset), medians, 0.08, label=name, color=color)
     axis.axhline(1, color="black", lw=1)
-    axis.set_xticks(range(len(shown)), shown)
-    axis.set(ylabel="time, plain AdamW = 1", title="A donated step in float16")
+    axis.set_xticks(range(len(shown)), shown, rotation=12)
+    axis.set(ylabel="time, no scaling = 1", title="A donated step in float16")
     axis.legend(frameon=False, fontsize=8, ncols=2)
-    figure.savefig(path, dpi=120)
+    for kind, points in results.items():
+        axis = axes[kind]
+        for name, color in ((PLAIN, "0.5"), (OURS, "#0072B2")):
+            times = [m.milliseconds(name) for m in points.values()]
+            axis.loglog(list(points), times, "o-", color=color, label=f"{name}, ms")
+            if kind == "leaves":
+                times = [m.compile_seconds[name] for m in points.values()]
+                label = f"{name}, compile s"
+                axis.loglog(list(points), times, "s--", color=color, label=label)
+        axis.set(xlabel=kind, title=f"An update over {kind}")
+        axis.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 def machine() -> str:
-    packages = ("jax", "jaxlib", "optax", "flax", "jmp", "keras")
-    packages = (*packages, "mixed-precision-for-jax", "jaxamp")
+    packages = ["jax", "jaxlib", "optax", "flax", "jmp", "keras"]
+    packages += ["mixed-precision-for-jax", "jaxamp"]
     versions = []
     for package in packages:
         try:
@@ -499,12 +355,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small arrays, few rounds")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."))
     arguments = parser.parse_args()
-    comparison, columns = compare(arguments.quick)
-    law, _ = growth(arguments.quick)
-    text = f"{comparison}\n\n{law}\n\n{machine()}\n"
-    print(text)
-    (arguments.out / "speed.md").write_text(text)
-    draw(columns, arguments.out / "speed.png")
+    parts = [overhead(10 if arguments.quick else 100)]
+    print(parts[0], flush=True)
+    columns = compare(arguments.quick)
+    parts.append(comparison_table(columns))
+    print(parts[1], flush=True)
+    results = growth(arguments.quick)
+    parts += [growth_table(results), machine()]
+    print("\n\n".join(parts[2:]))
+    (arguments.out / "speed.md").write_text("\n\n".join(parts) + "\n")
+    draw(columns, results, arguments.out / "speed.png")
 
 
 if __name__ == "__main__":

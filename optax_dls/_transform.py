@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.typing import ArrayLike
@@ -109,6 +110,20 @@ def loss_scaling(
         **extra_args: ArrayLike | Callable,
     ) -> tuple[optax.Updates, LossScalingState]:
         _checks.check_state(state, rule)
+        # Extra arguments may be functions or flags, which cannot go through jit.
+        extras_are_arrays = all(
+            isinstance(extra, jax.Array | np.ndarray | np.generic | float)
+            for extra in jax.tree.leaves(extra_args)
+        )
+        step = jitted_step if extras_are_arrays else one_step
+        return step(grads, state, params, extra_args)
+
+    def one_step(
+        grads: optax.Updates,
+        state: LossScalingState,
+        params: optax.Params | None,
+        extra_args: dict[str, ArrayLike | Callable],
+    ) -> tuple[optax.Updates, LossScalingState]:
         grads, dtypes = _views.align(grads, params)
         if isinstance(state.scaler.rule_state, rules.NoScalingState):
             updates, inner_state = inner.update(
@@ -140,6 +155,7 @@ def loss_scaling(
             largest_gradient=largest_gradient,
         )
 
+        @functools.partial(jax.jit, inline=True)  # so that it is traced only once
         def applied(
             grads: optax.Updates, state: LossScalingState, params: optax.Params | None
         ) -> tuple[optax.Updates, LossScalingState]:
@@ -184,6 +200,9 @@ def loss_scaling(
         finite = jnp.all(jnp.stack([grads_finite, *value_finite]))
         return lax.cond(finite, applied, skipped, *operands)
 
+    # An un-jitted call would compile the conditional anew, each time; to a jitted one this
+    # makes no difference.
+    jitted_step = jax.jit(one_step, inline=True)
     return optax.GradientTransformationExtraArgs(init, update)
 
 

@@ -1,8 +1,7 @@
 """The benchmarks run, and show what the README says of them."""
 
-import importlib.util
+import importlib
 import pathlib
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,14 +13,12 @@ import optax_dls as dls
 pytestmark = pytest.mark.standard_promotion
 
 
-@pytest.fixture(scope="module", params=["rules", "layers", "speed"])
+@pytest.fixture(scope="module")
 def benchmark(request):
-    path = pathlib.Path(__file__).parents[1] / "benchmarks" / f"{request.param}.py"
-    spec = importlib.util.spec_from_file_location(f"benchmark_{request.param}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    """One of the scripts, by its name, with its neighbours in reach."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(pathlib.Path(__file__).parents[1] / "benchmarks")
+        yield importlib.import_module(request.param)
 
 
 def follow(benchmark, trace, rule):
@@ -113,48 +110,52 @@ def test_early_layers_go_their_way_with_layer_scaling_only(benchmark):
 class TestSpeed:
     def test_every_method_takes_the_same_step(self, benchmark):
         """But Keras, whose AdamW is its own, and what is not installed."""
-        params, batches = benchmark.leaves_of(2, 8)
+        params, batches = benchmark.models.leaves_of(2, 8)
+        built, _ = benchmark.build(benchmark.peers.METHODS, 2)
+        built["with where"] = benchmark.peers.ours_with_where(optax.adamw(1e-3))
+        assert len(built) >= 7
         ends = {}
-        for name, make in benchmark.METHODS.items():
-            try:
-                method = make(optax.adamw(1e-3))
-            except ImportError:
-                continue
-            grads = {
-                "no scaling": {k: g / benchmark.SCALE for k, g in batches[""].items()}
-            }.get(name, batches[""])
-            new, _ = method.step(
-                params, method.init(params), lambda p, scale, g=grads: g
-            )
+        for name, method in built.items():
+            scale = benchmark.peers.SCALE if name == benchmark.PLAIN else 1
+            grads = {key: grad / scale for key, grad in batches[""].items()}
+            new, _ = method.step(params, method.init(params), lambda p, s, g=grads: g)
             ends[name] = new["w0"]
-        assert len(ends) >= 6
         for name, end in ends.items():
             tolerance = 1e-5 if name == "Keras on JAX" else 1e-7
-            np.testing.assert_allclose(end, ends["optax_dls"], rtol=tolerance)
+            np.testing.assert_allclose(end, ends[benchmark.OURS], rtol=tolerance)
 
     @pytest.mark.parametrize("model", ["mlp", "transformer"])
     def test_models_train_in_float16(self, benchmark, model):
-        params, batch = getattr(benchmark, model)(16)
-        grads_of = benchmark.grads_of(getattr(benchmark, f"{model}_loss"))
-        grads = grads_of(params, jnp.float32(benchmark.SCALE), batch)
+        params, batch = getattr(benchmark.models, model)(16)
+        loss_fn = getattr(benchmark.models, f"{model}_loss")
+        scale = jnp.float32(benchmark.peers.SCALE)
+        grads = benchmark.models.grads_of(loss_fn)(params, scale, batch)
         assert dls.all_finite(grads)
         assert all(jnp.any(g != 0) for g in grads.values())
 
-    def test_times_methods_in_turn_and_says_what_is_missing(self, benchmark):
+    def test_times_methods_in_turn_and_says_what_is_missing(self, benchmark, tmp_path):
         def missing(optimizer):
             raise ImportError(name="nothing")
 
-        methods = {
-            "no scaling": benchmark.without,
-            "optax_dls": benchmark.ours,
-            "other": missing,
-        }
-        params, batches = benchmark.leaves_of(2, 8)
-        results = benchmark.measure(methods, params, benchmark.given, batches, rounds=3)
+        names = (benchmark.PLAIN, benchmark.OURS)
+        methods = {name: benchmark.peers.METHODS[name] for name in names}
+        params, batches = benchmark.models.leaves_of(2, 8)
+        results = benchmark.measure(
+            methods | {"mpx": missing},
+            params,
+            benchmark.models.given,
+            batches,
+            rounds=3,
+        )
         assert set(results) == {"", ", overflow"}
         for measured in results.values():
             assert {len(times) for times in measured.seconds.values()} == {3}
-            assert measured.left_out == {"other": "not installed: nothing"}
-            median = measured.ratio("optax_dls").split()[0]
-            assert float(median) > 0
+            assert float(measured.ratio(benchmark.OURS).split()[0]) > 0
+        columns = {"1 leaf": results[""], "MLP step": results[", overflow"]}
+        table = benchmark.comparison_table(columns)
+        assert "| mpx | not installed: nothing | not installed: nothing |" in table
+        grown = {kind: {1: results[""], 10: results[""]} for kind in benchmark.GROWTH}
+        assert "(n^0.0)" in benchmark.growth_table(grown)
+        benchmark.draw(columns, grown, tmp_path / "speed.png")
+        assert (tmp_path / "speed.png").exists()
         assert "jax " in benchmark.machine()

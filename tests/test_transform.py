@@ -334,6 +334,33 @@ class TestContract:
                 _, state = step(params, state, params)
         assert "callback" not in str(jax.make_jaxpr(tx.update)(params, state, params))
 
+    @pytest.mark.parametrize("extra", [{}, {"value": 0.5}, {"value": jnp.array(0.5)}])
+    def test_unjitted_steps_are_traced_once(self, extra):
+        traces = []
+
+        def update(updates, state, params=None, **extra_args):
+            traces.append(extra_args)
+            return updates, state
+
+        tx = make(optax.GradientTransformationExtraArgs(optax.sgd(1.0).init, update))
+        state = tx.init(jnp.ones(2))
+        for grad in (1.0, jnp.inf, 2.0):
+            updates, state = tx.update(jnp.full(2, grad), state, jnp.ones(2), **extra)
+        assert len(traces) == 1
+        np.testing.assert_array_equal(updates, jnp.full(2, 2.0 / dls.loss_scale(state)))
+
+    def test_unjitted_extra_arguments_that_are_no_arrays_stay_what_they_are(self):
+        got = []
+
+        def update(updates, state, params=None, **extra_args):
+            got.append(extra_args)
+            return updates, state
+
+        tx = make(optax.GradientTransformationExtraArgs(optax.sgd(1.0).init, update))
+        extra = {"is_last": True, "value_fn": jnp.sum, "value": 0.5}
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), **extra)
+        assert got == [extra]
+
     def test_one_cond_holds_growth_backoff_and_the_skip(self):
         tx = make(INNER["momentum"])
         params = jnp.ones(3)
