@@ -160,9 +160,9 @@ def dynamic(
     is_tolerant = not (isinstance(tolerance, numbers.Integral) and tolerance == 1)
 
     def clip(loss_scale: ArrayLike) -> jax.Array:
-        return _settings.clip(_settings.float32(loss_scale), min_scale, max_scale)
+        return _settings.clip(loss_scale, min_scale, max_scale)
 
-    def intervals() -> tuple[jax.Array, jax.Array | None]:
+    def intervals() -> tuple[_settings.Scalar, jax.Array | None]:
         interval = _settings.steps(growth_interval)
         if recovery_interval is None:
             return interval, None
@@ -173,7 +173,9 @@ def dynamic(
         count = jnp.zeros((), jnp.int32)
         if not is_tolerant:
             return first_scale, DynamicRuleState(growth_count=count)
-        return first_scale, HysteresisRuleState(count, _settings.steps(tolerance))
+        return first_scale, HysteresisRuleState(
+            count, jnp.asarray(_settings.steps(tolerance))
+        )
 
     def update(
         grads_finite: jax.Array,
@@ -183,8 +185,8 @@ def dynamic(
         last_finite: ArrayLike = True,
         largest_gradient: ArrayLike = 0.0,
     ) -> tuple[jax.Array, optax.OptState]:
-        growth = _settings.clamp(_settings.float32(growth_factor), 1, np.inf)
-        backoff = _settings.clamp(_settings.float32(backoff_factor), 0, 1)
+        growth = _settings.clamp(growth_factor, 1, np.inf)
+        backoff = _settings.clamp(backoff_factor, 0, 1)
         interval, recovery = intervals()
         grown, backed_off = loss_scale * growth, clip(loss_scale * backoff)
 
@@ -236,7 +238,7 @@ def dynamic(
 
 def _count_finite(
     count: jax.Array,
-    interval: jax.Array,
+    interval: _settings.Scalar,
     recovery: jax.Array | None,
     *,
     last_finite: jax.Array,
@@ -259,7 +261,10 @@ def _count_finite(
 
 
 def _steps_back(
-    low: jax.Array, high: jax.Array, growth_factor: jax.Array, recovery: jax.Array
+    low: jax.Array,
+    high: jax.Array,
+    growth_factor: _settings.Scalar,
+    recovery: jax.Array,
 ) -> jax.Array:
     """Finite steps that a recovering scale takes from ``low`` to ``high``."""
     never_grows = growth_factor <= 1

@@ -95,10 +95,10 @@ def gradual(
     def update(
         grads_finite: jax.Array, loss_scale: jax.Array, rule_state: optax.OptState
     ) -> tuple[jax.Array, optax.OptState]:
-        growth = _settings.clamp(_settings.float32(growth_factor), 1, np.inf)
+        growth = _settings.clamp(growth_factor, 1, np.inf)
         interval = _settings.steps(growth_interval, LARGEST_INTERVAL)
         fraction = growth ** (1 / interval.astype(jnp.float32))
-        backoff = _settings.clamp(_settings.float32(backoff_factor), 0, 1)
+        backoff = _settings.clamp(backoff_factor, 0, 1)
         growth = jnp.where(rule_state.has_overflowed, fraction, growth)
         loss_scale = loss_scale * jnp.where(grads_finite, growth, backoff)
         return _settings.clip(loss_scale, min_scale, max_scale), GradualRuleState(

@@ -40,5 +40,5 @@ def count_finite(
     left: jax.Array, hysteresis: ArrayLike, refill: Refill, grows: jax.Array
 ) -> jax.Array:
     """What is left after a finite step."""
-    whole = _settings.steps(hysteresis)
+    whole = jnp.asarray(_settings.steps(hysteresis))
     return jnp.where(grows, whole, left) if refill == "growth" else whole

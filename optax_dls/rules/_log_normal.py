@@ -173,8 +173,8 @@ def log_normal(
         exponent = limit - rule_state.mean - z * jnp.sqrt(rule_state.variance)
         best = jnp.exp2(jnp.clip(exponent, -126.0, 126.0))
         best = jnp.where(rule_state.step_count > 0, best, loss_scale)
-        growth = _settings.clamp(_settings.float32(growth_factor), 1, np.inf)
-        backoff = _settings.clamp(_settings.float32(backoff_factor), 0, 1)
+        growth = _settings.clamp(growth_factor, 1, np.inf)
+        backoff = _settings.clamp(backoff_factor, 0, 1)
         farthest = loss_scale * jnp.where(grads_finite, growth, backoff)
         new_scale = _settings.clip(jnp.minimum(best, farthest), min_scale, max_scale)
         if power_of_two:
@@ -197,7 +197,7 @@ def _observe(
     count = optax.safe_increment(rule_state.step_count)
 
     def share_of_newest(decay: ArrayLike) -> jax.Array:
-        decay = _settings.clamp(_settings.float32(decay), 0.0, 1 - 1e-6)
+        decay = _settings.clamp(decay, 0.0, 1 - 1e-6)
         return (1 - decay) / (1 - decay ** count.astype(jnp.float32))
 
     # From distances, not from squares, whose difference loses all digits.

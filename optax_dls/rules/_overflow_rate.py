@@ -110,14 +110,16 @@ def overflow_rate(
     def init() -> tuple[jax.Array, optax.OptState]:
         loss_scale = _settings.first_scale(init_scale, min_scale, max_scale)
         count = jnp.zeros((), jnp.int32)
-        interval = _settings.steps(growth_interval, LARGEST_COUNT).astype(jnp.float32)
+        interval = jnp.asarray(
+            _settings.steps(growth_interval, LARGEST_COUNT), jnp.float32
+        )
         return loss_scale, OverflowRateRuleState(count, interval, count, count)
 
     def update(
         grads_finite: jax.Array, loss_scale: jax.Array, rule_state: optax.OptState
     ) -> tuple[jax.Array, optax.OptState]:
-        growth = _settings.clamp(_settings.float32(growth_factor), 1, np.inf)
-        backoff = _settings.clamp(_settings.float32(backoff_factor), 0, 1)
+        growth = _settings.clamp(growth_factor, 1, np.inf)
+        backoff = _settings.clamp(backoff_factor, 0, 1)
         interval = rule_state.growth_interval
 
         growth_count = jnp.minimum(rule_state.growth_count + 1, LARGEST_COUNT)

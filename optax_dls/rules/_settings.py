@@ -15,26 +15,41 @@ from ._rule import (
     SMALLEST_SCALE,
 )
 
+# Settings that are numbers are worked out by NumPy, once, and stay out of the program.
+Scalar = jax.Array | np.ndarray
 
-def float32(x: ArrayLike) -> jax.Array:
-    return jnp.asarray(x, jnp.float32)
+
+def float32(x: ArrayLike) -> Scalar:
+    array = jnp if isinstance(x, jax.Array) else np
+    return array.asarray(x, np.float32)
 
 
-def clamp(x: jax.Array, lower: ArrayLike, upper: ArrayLike) -> jax.Array:
+def is_finite(x: Scalar) -> Scalar:
+    return (x > -np.inf) & (x < np.inf)
+
+
+def where(condition: Scalar, x: ArrayLike, y: ArrayLike) -> Scalar:
+    x, y = float32(x), float32(y)
+    if any(isinstance(part, jax.Array) for part in (condition, x, y)):
+        return jnp.where(condition, x, y)
+    return np.where(condition, x, y)
+
+
+def clamp(x: ArrayLike, lower: ArrayLike, upper: ArrayLike) -> Scalar:
     """The nearest value in [lower, upper]; NaN becomes ``lower``."""
-    lower, upper = float32(lower), float32(upper)
-    return jnp.where(x > lower, jnp.where(x < upper, x, upper), lower)
+    x, lower, upper = float32(x), float32(lower), float32(upper)
+    return where(x > lower, where(x < upper, x, upper), lower)
 
 
 def clip(
-    loss_scale: jax.Array, min_scale: ArrayLike, max_scale: ArrayLike
+    loss_scale: ArrayLike, min_scale: ArrayLike, max_scale: ArrayLike
 ) -> jax.Array:
     """The scale in [min_scale, max_scale], both moved into the legal range."""
     ceiling = float32(max_scale)
-    ceiling = jnp.where(jnp.isfinite(ceiling), ceiling, DEFAULT_MAX_SCALE)
+    ceiling = where(is_finite(ceiling), ceiling, DEFAULT_MAX_SCALE)
     ceiling = clamp(ceiling, SMALLEST_SCALE, LARGEST_SCALE)
-    floor = clamp(float32(min_scale), SMALLEST_SCALE, ceiling)
-    return clamp(loss_scale, floor, ceiling)
+    floor = clamp(min_scale, SMALLEST_SCALE, ceiling)
+    return jnp.asarray(clamp(loss_scale, floor, ceiling))
 
 
 def first_scale(
@@ -42,14 +57,14 @@ def first_scale(
 ) -> jax.Array:
     """The first scale, in bounds; the default for an array that is not finite."""
     scale = float32(init_scale)
-    scale = jnp.where(jnp.isfinite(scale), scale, DEFAULT_INIT_SCALE)
+    scale = where(is_finite(scale), scale, DEFAULT_INIT_SCALE)
     return clip(scale, min_scale, max_scale)
 
 
-def steps(interval: ArrayLike, largest: int = 2**31 - 1) -> jax.Array:
+def steps(interval: ArrayLike, largest: int = 2**31 - 1) -> Scalar:
     """A number of steps as int32 of at least 1."""
     if not isinstance(interval, jax.Array):
-        interval = np.clip(interval, 1, largest)  # before int32 wraps around
+        return np.asarray(np.clip(interval, 1, largest), np.int32)
     return jnp.clip(interval, 1, largest).astype(jnp.int32)
 
 

@@ -8,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 
 from ._rule import LARGEST_SCALE, SMALLEST_SCALE, Rule
-from ._settings import check_scale, clamp, float32
+from ._settings import check_scale, clamp
 
 
 def static(scale: ArrayLike) -> Rule:
@@ -36,7 +36,7 @@ def static(scale: ArrayLike) -> Rule:
     check_scale("scale", scale)
 
     def init() -> tuple[jax.Array, optax.OptState]:
-        return clamp(float32(scale), SMALLEST_SCALE, LARGEST_SCALE), ()
+        return jnp.asarray(clamp(scale, SMALLEST_SCALE, LARGEST_SCALE)), ()
 
     def update(
         grads_finite: jax.Array, loss_scale: jax.Array, rule_state: optax.OptState
