@@ -15,6 +15,7 @@ import optax
 import optax_dls as dls
 
 SCALE = 2.0**10
+MANY = 10_000
 Params = dict[str, jax.Array]
 ScaledGrads = Callable[[Params, jax.Array], Params]  # of parameters and the scale
 
@@ -24,7 +25,7 @@ class Method(NamedTuple):
 
     init: Callable[[Params], object]
     step: Callable[[Params, object, ScaledGrads], tuple[Params, object]]
-    max_leaves: int = 10_000  # above, it takes minutes to compile
+    max_leaves: int = 200  # above, a step takes long to compile
 
 
 def unscaled(grads: Params, scale: jax.Array) -> Params:
@@ -47,7 +48,7 @@ def without(optimizer: optax.GradientTransformation) -> Method:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return Method(optimizer.init, step)
+    return Method(optimizer.init, step, MANY)
 
 
 def fixed(optimizer: optax.GradientTransformation) -> Method:
@@ -60,18 +61,27 @@ def fixed(optimizer: optax.GradientTransformation) -> Method:
 
 
 def apply_if_finite(optimizer: optax.GradientTransformation) -> Method:
-    return fixed(optax.apply_if_finite(optimizer, 1_000_000))
+    skipping = optax.apply_if_finite(optimizer, 1_000_000)
+    return fixed(skipping)._replace(max_leaves=MANY)
 
 
-def ours(optimizer: optax.GradientTransformation, **settings: float) -> Method:
-    tx = dls.dynamic_loss_scaling(optimizer, init_scale=SCALE, **settings)
+def ours(
+    optimizer: optax.GradientTransformation, gradient_limit: float | None = None
+) -> Method:
+    tx = dls.dynamic_loss_scaling(
+        optimizer, init_scale=SCALE, gradient_limit=gradient_limit
+    )
 
     def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
         grads = scaled_grads(params, dls.loss_scale(state))
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return Method(tx.init, step)
+    return Method(tx.init, step, MANY)
+
+
+def ours_with_gradient_limit(optimizer: optax.GradientTransformation) -> Method:
+    return ours(optimizer, 65504.0)._replace(max_leaves=200)
 
 
 def applied_inside(optimizer: optax.GradientTransformation) -> Method:
@@ -107,7 +117,7 @@ def ours_with_where(optimizer: optax.GradientTransformation) -> Method:
         state = jnp.where(finite, scale, scale / 2), select(finite, new, inner)
         return optax.apply_updates(params, updates), state
 
-    return Method(lambda p: (jnp.float32(SCALE), optimizer.init(p)), step, 200)
+    return Method(lambda p: (jnp.float32(SCALE), optimizer.init(p)), step)
 
 
 def flax_dynamic_scale(optimizer: optax.GradientTransformation) -> Method:
@@ -130,7 +140,7 @@ def flax_dynamic_scale(optimizer: optax.GradientTransformation) -> Method:
         return select(finite, new_params, params), (scaler, inner)
 
     start = DynamicScale(scale=SCALE)
-    return Method(lambda p: (start, optimizer.init(p)), step, 200)
+    return Method(lambda p: (start, optimizer.init(p)), step)
 
 
 def jmp_dynamic_loss_scale(optimizer: optax.GradientTransformation) -> Method:
@@ -150,7 +160,7 @@ def jmp_dynamic_loss_scale(optimizer: optax.GradientTransformation) -> Method:
     def init(params):  # type: ignore[no-untyped-def]
         return jnp.float32(SCALE), jnp.int32(0), optimizer.init(params)
 
-    return Method(init, step, 200)
+    return Method(init, step)
 
 
 def mpx_dynamic_loss_scaling(optimizer: optax.GradientTransformation) -> Method:
@@ -168,7 +178,7 @@ def mpx_dynamic_loss_scaling(optimizer: optax.GradientTransformation) -> Method:
         scaler = mpx.DynamicLossScaling(jnp.float32(SCALE), jnp.float32(1))
         return scaler, optimizer.init(params)
 
-    return Method(init, step, 200)
+    return Method(init, step)
 
 
 def jaxamp_without_skip(optimizer: optax.GradientTransformation) -> Method:
@@ -212,14 +222,14 @@ def keras_loss_scale_optimizer(optimizer: optax.GradientTransformation) -> Metho
         )
         return jax.tree.unflatten(treedef, leaves), state
 
-    return Method(init, step, 200)
+    return Method(init, step)
 
 
 METHODS = {
     "no scaling": without,
     "fixed scale, no check": fixed,
     "optax_dls": ours,
-    "optax_dls, gradient limit": functools.partial(ours, gradient_limit=65504.0),
+    "optax_dls, gradient limit": ours_with_gradient_limit,
     "sketch: applied inside": applied_inside,
     "optax.apply_if_finite": apply_if_finite,
     "flax DynamicScale": flax_dynamic_scale,

@@ -16,6 +16,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -46,9 +47,10 @@ GROWTH = ("leaves", "parameters")
 
 
 class Measured(NamedTuple):
-    """Seconds of every round for each method, seconds to compile, and what is missing."""
+    """Of each method; and why some are missing."""
 
-    seconds: dict[str, list[float]]
+    seconds: dict[str, list[float]]  # of every round
+    page_faults: dict[str, list[int]]
     compile_seconds: dict[str, float]
     left_out: dict[str, str]
 
@@ -74,7 +76,7 @@ def build(
             left_out[name] = f"not installed: {error.name}"
             continue
         if number_of_leaves > method.max_leaves:
-            left_out[name] = "takes minutes to compile"
+            left_out[name] = "compiles long"
             continue
         built[name] = method
     return built, left_out
@@ -88,12 +90,8 @@ def measure(
     *,
     donate: bool = True,
     rounds: int = 21,
-    compile_together: bool = True,
 ) -> dict[str, Measured]:
-    """Times one step of each method in turn, for so many rounds of each batch.
-
-    Compiling two programs at once saves time, but only one at a time is measured right.
-    """
+    """Times one step of each method in turn, for so many rounds of each batch."""
     built, left_out = build(methods, len(params))
     batch = next(iter(batches.values()))
     lowered, running = {}, {}
@@ -113,22 +111,28 @@ def measure(
         start = time.perf_counter()
         return lowered[name].compile(), time.perf_counter() - start
 
-    with concurrent.futures.ThreadPoolExecutor(2 if compile_together else 1) as pool:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
         compiled = dict(zip(built, pool.map(compile_one, built), strict=True))
     results = {}
     for label, batch in batches.items():
         seconds: dict[str, list[float]] = {name: [] for name in built}
+        faults: dict[str, list[int]] = {name: [] for name in built}
         for number in range(rounds + 1):
             for name, (run, _) in compiled.items():
-                start = time.perf_counter()
+                faults_before, start = page_faults(), time.perf_counter()
                 new = jax.block_until_ready(run(*running[name], batch))
                 if number:  # the first warms up
                     seconds[name].append(time.perf_counter() - start)
+                    faults[name].append(page_faults() - faults_before)
                 if donate:
                     running[name] = new
         times = {name: compile_time for name, (_, compile_time) in compiled.items()}
-        results[label] = Measured(seconds, times, left_out)
+        results[label] = Measured(seconds, faults, times, left_out)
     return results
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -193,9 +197,9 @@ def growth(quick: bool) -> dict[str, dict[int, Measured]]:
     ):
         params, batches = models.leaves_of(*shape)
         good = {"": batches[""]}
-        results[kind][number] = measure(
-            methods, params, models.given, good, rounds=11, compile_together=False
-        )[""]
+        results[kind][number] = measure(methods, params, models.given, good, rounds=11)[
+            ""
+        ]
     return results
 
 
@@ -215,7 +219,7 @@ def growth_table(results: dict[str, dict[int, Measured]]) -> str:
             cells = [f"{t:.2f}{x}" for t, x in zip(times, exponents, strict=True)]
             cells.insert(2, m.ratio(OURS))
             rows.append([f"{number:,} {kind}", *cells, f"{times[3] / times[2]:.2f}"])
-    header = ["", "plain ms", "ours ms", "ratio"]
+    header = ["", "plain ms", "ours ms", "ratio", "its page faults"]
     header += ["plain compiles in s", "ours", "ratio"]
     return table(header, rows)
 

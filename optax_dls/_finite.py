@@ -11,6 +11,8 @@ from jax.typing import ArrayLike
 
 from ._views import is_inexact
 
+LARGEST_GROUPED = 2**16  # entries
+
 AxisName = Hashable | Sequence[Hashable]
 
 
@@ -49,17 +51,19 @@ def _groups(leaves: Sequence[ArrayLike]) -> list[list[ArrayLike]]:
     """Up to eight leaves each that one loop can read: of one shape, and laid out alike.
 
     With many leaves that is a third of the time of a loop for each, and much less to
-    compile. Where a partitioner decides how arrays are laid out, nobody knows yet, and a
-    wrong guess would move them between devices: there each leaf stays alone.
+    compile. Large leaves stay alone: of several at once XLA makes slow code on CPUs where
+    they are transposes, as the gradients of matrices are. So do all leaves where a
+    partitioner decides how arrays are laid out: nobody knows yet, and a wrong guess would
+    move them between devices.
     """
     alike: dict[Hashable, list[ArrayLike]] = {}
     for number, leaf in enumerate(leaves):
         sharding = jax.typeof(leaf).sharding
         axis_types = sharding.mesh.axis_types
         is_known = bool(axis_types) and AxisType.Auto not in axis_types
-        key: Hashable = number
-        if is_known or jax.device_count() == 1:
-            key = (jnp.shape(leaf), sharding.spec)
+        is_known = is_known or jax.device_count() == 1
+        can_share = is_known and jnp.size(leaf) <= LARGEST_GROUPED
+        key = (jnp.shape(leaf), sharding.spec) if can_share else number
         alike.setdefault(key, []).append(leaf)
     return [
         group[start : start + 8]

@@ -18,6 +18,7 @@ CASES = {  # leaves, entries of each, dtypes of parameters and of gradients
     "float32 gradients": (1, 1_000_000, jnp.float32, jnp.float32),
     "float16 parameters": (1, 1_000_000, jnp.float16, jnp.float16),
     "200 leaves": (200, 5_000, jnp.float32, jnp.float16),
+    "large leaves": (8, 100_000, jnp.float32, jnp.float16),
 }
 
 

@@ -57,6 +57,10 @@ def test_one_read_of_the_gradients_eight_alike_at_a_time(measured):
     assert measured["counts"]["200 leaves"]["dynamic"]["reductions"] <= 200 / 8 + 1
 
 
+def test_large_leaves_are_read_alone(measured):
+    assert 8 <= measured["counts"]["large leaves"]["dynamic"]["reductions"] <= 8 + 1
+
+
 def test_the_largest_gradient_costs_a_second_read_to_those_who_ask(measured):
     assert measured["counts"]["one leaf"]["limit"]["reductions"] == 2
     assert measured["counts"]["200 leaves"]["limit"]["reductions"] <= 200 + 200 / 8 + 2
