@@ -218,6 +218,7 @@ def growth_table(results: dict[str, dict[int, Measured]]) -> str:
             before = number, times
             cells = [f"{t:.2f}{x}" for t, x in zip(times, exponents, strict=True)]
             cells.insert(2, m.ratio(OURS))
+            cells.insert(3, f"{np.median(m.page_faults[OURS]):.0f}")
             rows.append([f"{number:,} {kind}", *cells, f"{times[3] / times[2]:.2f}"])
     header = ["", "plain ms", "ours ms", "ratio", "its page faults"]
     header += ["plain compiles in s", "ours", "ratio"]
