@@ -25,7 +25,7 @@ class Method(NamedTuple):
 
     init: Callable[[Params], object]
     step: Callable[[Params, object, ScaledGrads], tuple[Params, object]]
-    max_leaves: int = 200  # above, a step takes long to compile
+    max_leaves: int = 200  # above, many take minutes to compile
 
 
 def unscaled(grads: Params, scale: jax.Array) -> Params:
@@ -57,12 +57,11 @@ def fixed(optimizer: optax.GradientTransformation) -> Method:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return Method(optimizer.init, step)
+    return Method(optimizer.init, step, MANY)
 
 
 def apply_if_finite(optimizer: optax.GradientTransformation) -> Method:
-    skipping = optax.apply_if_finite(optimizer, 1_000_000)
-    return fixed(skipping)._replace(max_leaves=MANY)
+    return fixed(optax.apply_if_finite(optimizer, 1_000_000))
 
 
 def ours(

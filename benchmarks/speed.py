@@ -2,8 +2,9 @@
 
     python benchmarks/speed.py [--quick] [--out FOLDER]
 
-Each figure is a ratio to plain AdamW in the same process, of runs that take turns: the
-median, with its quartiles. Writes speed.md and speed.png. Other libraries are optional
+Steps take turns in one process; a ratio is that to plain AdamW in the same round, as the
+median with its quartiles; other times are medians, those of Python the fastest of three.
+Writes speed.md and speed.png. Other libraries are optional
 (pip install flax jmp keras mixed-precision-for-jax jaxamp); a missing one is a line that
 says so. Note that jamp installs itself under the name jmp. On a GPU the same command
 measures there, and compares the conditional with a select.
@@ -76,7 +77,7 @@ def build(
             left_out[name] = f"not installed: {error.name}"
             continue
         if number_of_leaves > method.max_leaves:
-            left_out[name] = "compiles long"
+            left_out[name] = "not measured"
             continue
         built[name] = method
     return built, left_out
@@ -90,8 +91,12 @@ def measure(
     *,
     donate: bool = True,
     rounds: int = 21,
+    compile_together: bool = True,
 ) -> dict[str, Measured]:
-    """Times one step of each method in turn, for so many rounds of each batch."""
+    """Times one step of each method in turn, for so many rounds of each batch.
+
+    Two programs compile at once, unless it is the seconds of that which are of interest.
+    """
     built, left_out = build(methods, len(params))
     batch = next(iter(batches.values()))
     lowered, running = {}, {}
@@ -111,7 +116,7 @@ def measure(
         start = time.perf_counter()
         return lowered[name].compile(), time.perf_counter() - start
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with concurrent.futures.ThreadPoolExecutor(2 if compile_together else 1) as pool:
         compiled = dict(zip(built, pool.map(compile_one, built), strict=True))
     results = {}
     for label, batch in batches.items():
@@ -197,9 +202,9 @@ def growth(quick: bool) -> dict[str, dict[int, Measured]]:
     ):
         params, batches = models.leaves_of(*shape)
         good = {"": batches[""]}
-        results[kind][number] = measure(methods, params, models.given, good, rounds=11)[
-            ""
-        ]
+        results[kind][number] = measure(
+            methods, params, models.given, good, rounds=11, compile_together=False
+        )[""]
     return results
 
 

@@ -62,7 +62,9 @@ def _groups(leaves: Sequence[ArrayLike]) -> list[list[ArrayLike]]:
         axis_types = sharding.mesh.axis_types
         is_known = bool(axis_types) and AxisType.Auto not in axis_types
         is_known = is_known or jax.device_count() == 1
-        can_share = is_known and jnp.size(leaf) <= LARGEST_GROUPED
+        size = jnp.size(leaf)  # no int where an exported function leaves it open
+        is_large = isinstance(size, int) and size > LARGEST_GROUPED
+        can_share = is_known and not is_large
         key = (jnp.shape(leaf), sharding.spec) if can_share else number
         alike.setdefault(key, []).append(leaf)
     return [

@@ -54,7 +54,9 @@ def loss_scaling(
     Returns:
       A transformation with state :class:`LossScalingState`. Its ``update`` takes the
       gradients of the scaled loss and gives unscaled updates, in float32 for
-      half-precision parameters. It passes extra arguments on to ``inner``; if
+      half-precision parameters. It compiles itself where it is called outside of
+      ``jit``, so ``inner`` and ``rule`` have to be pure functions. It passes extra
+      arguments on to ``inner``; if
       ``value`` (the true loss) is among them and is not finite, the step is skipped
       and the scale stays, since scaling cannot have caused that.
 
@@ -110,13 +112,20 @@ def loss_scaling(
         **extra_args: ArrayLike | Callable,
     ) -> tuple[optax.Updates, LossScalingState]:
         _checks.check_state(state, rule)
-        # Extra arguments may be functions or flags, which cannot go through jit.
-        extras_are_arrays = all(
-            isinstance(extra, jax.Array | np.ndarray | np.generic | float)
-            for extra in jax.tree.leaves(extra_args)
+        # An un-jitted conditional would be compiled anew on each call. Under a trace this
+        # would be wrong, as it remembers what the optimizer did in another one.
+        arguments = (grads, state, params, extra_args)
+        is_traced = any(
+            isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)
         )
-        step = jitted_step if extras_are_arrays else one_step
-        return step(grads, state, params, extra_args)
+        extras_are_arrays = all(  # functions and flags cannot go through jit
+            isinstance(extra, jax.Array | np.floating | float)
+            for extra in extra_args.values()
+        )
+        is_off = isinstance(state.scaler.rule_state, rules.NoScalingState)
+        if is_traced or is_off or not extras_are_arrays:
+            return one_step(*arguments)
+        return jitted_step(*arguments)
 
     def one_step(
         grads: optax.Updates,
@@ -200,9 +209,7 @@ def loss_scaling(
         finite = jnp.all(jnp.stack([grads_finite, *value_finite]))
         return lax.cond(finite, applied, skipped, *operands)
 
-    # An un-jitted call would compile the conditional anew, each time; to a jitted one this
-    # makes no difference.
-    jitted_step = jax.jit(one_step, inline=True)
+    jitted_step = jax.jit(one_step)
     return optax.GradientTransformationExtraArgs(init, update)
 
 

@@ -349,6 +349,25 @@ class TestContract:
         assert len(traces) == 1
         np.testing.assert_array_equal(updates, jnp.full(2, 2.0 / dls.loss_scale(state)))
 
+    def test_every_jitted_program_has_a_trace_of_its_own(self):
+        """So that what the user's own static arguments change is seen."""
+        rate = {}
+
+        def update(updates, state, params=None):
+            return jax.tree.map(lambda u: rate["now"] * u, updates), state
+
+        tx = make(optax.GradientTransformation(optax.sgd(1.0).init, update))
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def step(static_rate, grads, state):
+            rate["now"] = static_rate
+            return tx.update(grads, state)[0]
+
+        state = tx.init(jnp.ones(2))
+        for static_rate in (1.0, 2.0):
+            updates = step(static_rate, jnp.full(2, SCALE), state)
+            np.testing.assert_array_equal(updates, [static_rate, static_rate])
+
     def test_unjitted_extra_arguments_that_are_no_arrays_stay_what_they_are(self):
         got = []
 
@@ -357,7 +376,7 @@ class TestContract:
             return updates, state
 
         tx = make(optax.GradientTransformationExtraArgs(optax.sgd(1.0).init, update))
-        extra = {"is_last": True, "value_fn": jnp.sum, "value": 0.5}
+        extra = {"is_last": np.True_, "value_fn": jnp.sum, "value": 0.5}
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), **extra)
         assert got == [extra]
 

@@ -15,7 +15,7 @@ from ._rule import (
     SMALLEST_SCALE,
 )
 
-# Settings that are numbers are worked out by NumPy, once, and stay out of the program.
+# Settings that are numbers are worked out by NumPy and stay out of the program.
 Scalar = jax.Array | np.ndarray
 
 
