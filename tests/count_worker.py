@@ -7,6 +7,7 @@ import json
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import optax
 
@@ -60,6 +61,15 @@ def compilations():
     return len(traces)
 
 
+def exports_an_open_size():
+    (size,) = jax.export.symbolic_shape("n")
+    params = jax.ShapeDtypeStruct((size,), jnp.float32)
+    tx = dls.dynamic_loss_scaling(adamw)
+    arguments = params, jax.eval_shape(tx.init, params), params
+    exported = jax.export.export(jax.jit(tx.update))(*arguments)
+    return exported.in_avals[0].shape == (size,)
+
+
 if __name__ == "__main__":
     wrappers = {"bare": lambda tx: tx, "dynamic": dls.dynamic_loss_scaling}
     wrappers["limit"] = lambda tx: dls.dynamic_loss_scaling(tx, gradient_limit=65504.0)
@@ -68,4 +78,5 @@ if __name__ == "__main__":
         case: {name: count(wrap(adamw), *sizes) for name, wrap in wrappers.items()}
         for case, sizes in CASES.items()
     }
-    print(json.dumps({"counts": counts, "compilations": compilations()}))
+    measured = {"counts": counts, "compilations": compilations()}
+    print(json.dumps(measured | {"exports": exports_an_open_size()}))

@@ -33,6 +33,10 @@ def test_one_program_for_finite_skipped_and_growing_steps(measured):
     assert measured["compilations"] == 1
 
 
+def test_a_step_of_open_size_can_be_exported(measured):
+    assert measured["exports"]
+
+
 def test_temporary_memory_is_that_of_the_updates(counts):
     """No float32 copy of the gradients, and no second set of moments."""
     assert counts["dynamic"]["temporary"] < 1.01 * UPDATES
