@@ -57,11 +57,12 @@ def fixed(optimizer: optax.GradientTransformation) -> Method:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return Method(optimizer.init, step, MANY)
+    return Method(optimizer.init, step)
 
 
 def apply_if_finite(optimizer: optax.GradientTransformation) -> Method:
-    return fixed(optax.apply_if_finite(optimizer, 1_000_000))
+    skipping = optax.apply_if_finite(optimizer, 1_000_000)
+    return fixed(skipping)._replace(max_leaves=MANY)
 
 
 def ours(

@@ -112,6 +112,13 @@ def loss_scaling(
         **extra_args: ArrayLike | Callable,
     ) -> tuple[optax.Updates, LossScalingState]:
         _checks.check_state(state, rule)
+        if isinstance(state.scaler.rule_state, rules.NoScalingState):
+            grads, _ = _views.align(grads, params)
+            updates, inner_state = inner.update(
+                grads, state.inner_state, params, **extra_args
+            )
+            return updates, state._replace(inner_state=inner_state)
+
         # An un-jitted conditional would be compiled anew on each call. Under a trace this
         # would be wrong, as it remembers what the optimizer did in another one.
         arguments = (grads, state, params, extra_args)
@@ -122,10 +129,8 @@ def loss_scaling(
             isinstance(extra, jax.Array | np.floating | float)
             for extra in extra_args.values()
         )
-        is_off = isinstance(state.scaler.rule_state, rules.NoScalingState)
-        if is_traced or is_off or not extras_are_arrays:
-            return one_step(*arguments)
-        return jitted_step(*arguments)
+        step = jitted_step if extras_are_arrays and not is_traced else one_step
+        return step(*arguments)
 
     def one_step(
         grads: optax.Updates,
@@ -134,12 +139,6 @@ def loss_scaling(
         extra_args: dict[str, ArrayLike | Callable],
     ) -> tuple[optax.Updates, LossScalingState]:
         grads, dtypes = _views.align(grads, params)
-        if isinstance(state.scaler.rule_state, rules.NoScalingState):
-            updates, inner_state = inner.update(
-                grads, state.inner_state, params, **extra_args
-            )
-            return updates, state._replace(inner_state=inner_state)
-
         _checks.check_inner_state(state.inner_state, inner, params)
         state = jax.tree.map(_types.strongly_typed, state)
         loss_scale = jnp.asarray(state.scaler.loss_scale, jnp.float32)

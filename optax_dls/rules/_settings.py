@@ -1,4 +1,4 @@
-"""Settings of a rule: checked as numbers, clamped as arrays."""
+"""Settings of a rule: numbers are checked, arrays are clamped where they are used."""
 
 import numbers
 from collections.abc import Callable
