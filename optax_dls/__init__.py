@@ -27,10 +27,10 @@ from ._state import loss_scale as loss_scale
 from ._state import metrics as metrics
 from ._state import rollback_if_skipped as rollback_if_skipped
 from ._state import scaler_state as scaler_state
-from ._transform import dynamic_loss_scaling as dynamic_loss_scaling
 from ._transform import loss_scaling as loss_scaling
-from ._transform import no_loss_scaling as no_loss_scaling
-from ._transform import static_loss_scaling as static_loss_scaling
+from ._wrappers import dynamic_loss_scaling as dynamic_loss_scaling
+from ._wrappers import no_loss_scaling as no_loss_scaling
+from ._wrappers import static_loss_scaling as static_loss_scaling
 
 __version__ = _version("optax-dls")
 

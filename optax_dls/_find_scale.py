@@ -13,8 +13,8 @@ from . import rules
 from ._finite import all_finite
 from ._grad import value_and_scaled_grad
 from ._scaler import LossScalingState
-from ._transform import static_loss_scaling
 from ._views import is_inexact
+from ._wrappers import static_loss_scaling
 
 # The scale may grow this much before a gradient like today's overflows.
 HEADROOM = 4.0
