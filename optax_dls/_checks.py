@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from . import _views, rules
-from ._finite import AxisName
-from ._scaler import LossScalingState
+from . import rules
+from ._devices import AxisName
+from ._dtypes import cast_to_float32
+from ._scaler_state import LossScalingState, holds_scaler
+from .rules._rule import NEEDS
 
 
 def check_arguments(
@@ -35,9 +37,9 @@ def check_arguments(
             f"rule must be a Rule, got {rule!r}. Call rules.dynamic() or "
             "rules.static(128.0), or build one: rules.Rule(init, update)."
         )
-    if not isinstance(rule.needs, tuple) or not set(rule.needs) <= set(rules.NEEDS):
+    if not isinstance(rule.needs, tuple) or not set(rule.needs) <= set(NEEDS):
         raise ValueError(
-            f"rule.needs must be a tuple of names among {rules.NEEDS}, got {rule.needs!r}."
+            f"rule.needs must be a tuple of names among {NEEDS}, got {rule.needs!r}."
         )
     if not isinstance(check_updates, bool):
         raise TypeError(f"check_updates must be True or False, got {check_updates!r}.")
@@ -46,6 +48,14 @@ def check_arguments(
         raise TypeError(
             f"axis_name must be the name of a mapped axis or a tuple of names, got "
             f"{axis_name!r}. Leave it out unless you know that you need it."
+        )
+
+
+def check_one_scaler(state: LossScalingState) -> None:
+    if holds_scaler(state.inner_state):
+        raise ValueError(
+            "inner already holds a loss scaler, and one loss has one scale. Wrap the "
+            "whole optimizer once: dynamic_loss_scaling(chain(...))."
         )
 
 
@@ -76,10 +86,10 @@ def check_inner_state(
     params: optax.Params | None,
 ) -> None:
     """Raises where the moments of half-precision parameters are in half precision."""
-    views = _views.widen(params)
-    if jax.tree.all(jax.tree.map(lambda view, p: view is p, views, params)):
+    cast_params = cast_to_float32(params)
+    if jax.tree.all(jax.tree.map(lambda cast, p: cast is p, cast_params, params)):
         return
-    expected = jax.eval_shape(inner.init, views)
+    expected = jax.eval_shape(inner.init, cast_params)
     if jax.tree.structure(expected) != jax.tree.structure(inner_state):  # type: ignore[operator]
         return  # the optimizer itself knows better what is wrong
     leaves, _ = jax.tree_util.tree_flatten_with_path(inner_state)
@@ -88,15 +98,17 @@ def check_inner_state(
         if jnp.ndim(leaf) and leaf.dtype != wanted.dtype:
             raise TypeError(
                 f"state.inner_state{jax.tree_util.keystr(path)} must be {wanted.dtype}, "
-                f"got {leaf.dtype}: the optimizer works on float32 views of "
-                "half-precision parameters. Cast a state from elsewhere: jax.tree.map("
+                f"got {leaf.dtype}: the optimizer gets half-precision parameters cast to "
+                "float32. Cast a state from elsewhere: jax.tree.map("
                 "lambda old, new: old.astype(new.dtype), old_state, "
                 "tx.init(params).inner_state)."
             )
 
 
-def checked_value(value: object) -> jax.Array:
-    """``value=`` as an array, if it can be a loss."""
+def checked_value(value: object) -> jax.Array | None:
+    """``value=`` as an array, if it can be a loss; None if there is none."""
+    if value is None:
+        return None
     if not isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
         raise TypeError(
             f"value must be the true loss, a scalar, got {type(value).__name__}. Without "

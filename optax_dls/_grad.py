@@ -11,10 +11,12 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from . import _views, rules
+from ._dtypes import at_least_float32
+from ._lookup import loss_scale, scaler_state, with_scaler
 from ._retry import Output, check_max_retries, with_retries
-from ._scaler import ScalerState
-from ._state import loss_scale, scaler_state, with_scaler
+from ._scaler_state import ScalerState, scaling_is_off
+from ._unscale import unscale as divide_by_scale
+from ._unscale import unscaled_dtypes
 
 
 def scale_loss(loss: ArrayLike, state: object) -> jax.Array:
@@ -63,8 +65,7 @@ def scale_loss(loss: ArrayLike, state: object) -> jax.Array:
             f"loss must be a real floating-point number, got dtype {loss.dtype}. Return "
             "float32."
         )
-    is_scaled = not isinstance(scaler.rule_state, rules.NoScalingState)
-    if loss.dtype == jnp.float16 and is_scaled:
+    if loss.dtype == jnp.float16 and not scaling_is_off(scaler):
         warnings.warn(
             "The loss is float16: its gradient is the loss scale itself, so scales above "
             "2**15 overflow. Return loss.astype(jnp.float32).",
@@ -75,7 +76,7 @@ def scale_loss(loss: ArrayLike, state: object) -> jax.Array:
             "state must hold one scale, got scales of shape "
             f"{scaler.loss_scale.shape}. Take the step of a population under jax.vmap."
         )
-    wide = _views.wide_dtype(loss.dtype)
+    wide = at_least_float32(loss.dtype)
     return loss.astype(wide) * scaler.loss_scale.astype(wide)
 
 
@@ -105,7 +106,7 @@ def unscale(grads: optax.Updates, state: object) -> optax.Updates:
       >>> dls.unscale({"w": jnp.array([128.0, 64.0], jnp.float16)}, state)
       {'w': Array([1. , 0.5], dtype=float32)}
     """
-    return _views.unscale(grads, loss_scale(state), _views.wide_dtypes(grads))
+    return divide_by_scale(grads, loss_scale(state), unscaled_dtypes(grads))
 
 
 def value_and_scaled_grad(

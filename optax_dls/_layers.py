@@ -9,8 +9,11 @@ import numpy as np
 import optax
 from jax import lax
 
-from . import _types, _views
-from ._finite import agree, all_finite, largest_finite, shared_axes
+from ._devices import agree, largest_on_all_devices
+from ._dtypes import cast_to_float32, is_inexact
+from ._finite import all_finite, largest_finite
+from ._stable_types import zeros_of_type
+from ._unscale import unscale, unscaled_dtypes
 
 # Eleven binary orders below the end of float16, for the sums inside of a layer.
 LOG2_LARGEST_COTANGENT = 5
@@ -89,11 +92,11 @@ def layer_scaling(fn: Callable) -> Callable:
 
         @jax.custom_vjp
         def call(*wide_args):  # type: ignore[no-untyped-def]
-            return _views.widen(narrow_fn(*wide_args))
+            return cast_to_float32(narrow_fn(*wide_args))
 
         def forward(*wide_args):  # type: ignore[no-untyped-def]
             output, vjp = jax.vjp(narrow_fn, *wide_args)
-            return _views.widen(output), (vjp, output)
+            return cast_to_float32(output), (vjp, output)
 
         def backward(residuals, cotangents):  # type: ignore[no-untyped-def]
             vjp, output = residuals
@@ -105,18 +108,18 @@ def layer_scaling(fn: Callable) -> Callable:
                     output,
                 )
                 grads = vjp(scaled)
-                return _views.unscale(grads, scale, _views.wide_dtypes(grads))
+                return unscale(grads, scale, unscaled_dtypes(grads))
 
             return _first_finite(attempt, _first_scale(cotangents))
 
         call.defvjp(forward, backward)
-        return call(*_views.widen(args))
+        return call(*cast_to_float32(args))
 
     return scaled_fn
 
 
 def _times(g: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    if not _views.is_inexact(g):  # float0, of an output that is no float
+    if not is_inexact(g):  # float0, of an output that is no float
         return g
     return (g * scale.astype(jnp.finfo(g.dtype).dtype).astype(g.dtype)).astype(dtype)
 
@@ -138,11 +141,10 @@ def _check_args(args: tuple) -> None:
 
 def _first_scale(cotangents: optax.Updates) -> jax.Array:
     """The power of two that brings the largest cotangent just below the limit."""
-    largest = largest_finite(cotangents)
     # Layers may sum over devices, which have to scale alike then.
-    axes = shared_axes([largest], jnp.float32(1), None)
-    if axes:
-        largest = lax.pmax(largest, axes)
+    largest = largest_on_all_devices(
+        largest_finite(cotangents), jnp.float32(1), axis_name=None
+    )
     _, exponent = jnp.frexp(largest)
     # Far enough from the ends of float32 for the scale and its reciprocal.
     exponent = jnp.clip(LOG2_LARGEST_COTANGENT - exponent, -90, 120)
@@ -164,7 +166,7 @@ def _first_finite(
 
     start = (scale, jnp.zeros_like(scale, jnp.int32))
     outputs = jax.eval_shape(body, (*start, None, None))[2:]
-    carry = (*start, *jax.tree.map(_types.zeros, outputs))
+    carry = (*start, *jax.tree.map(zeros_of_type, outputs))
     return lax.while_loop(lambda carry: ~carry[2] & (carry[1] < ATTEMPTS), body, carry)[
         -1
     ]

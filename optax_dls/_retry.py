@@ -8,9 +8,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from . import _types, _views, rules
-from ._finite import agree, all_finite
-from ._scaler import ScalerState
+from . import rules
+from ._devices import agree
+from ._finite import all_finite
+from ._scaler_state import ScalerState, scaling_is_off
+from ._stable_types import zeros_of_type
+from ._unscale import unscale, unscaled_dtypes
+from .rules._rule import SMALLEST_SCALE
 
 INT32_MAX = jnp.iinfo(jnp.int32).max
 Output = tuple[tuple[jax.Array, object], optax.Updates]  # ((loss, aux), scaled grads)
@@ -19,13 +23,17 @@ Output = tuple[tuple[jax.Array, object], optax.Updates]  # ((loss, aux), scaled 
 def with_retries(
     attempt: Callable[[ScalerState], Output], scaler: ScalerState, max_retries: int
 ) -> tuple[Output, ScalerState]:
-    """Halves the scale up to ``max_retries`` times, while only the loss is finite.
+    """Halves the scale and tries again, up to ``max_retries`` times.
+
+    It stops once the gradients are finite. It also stops once the loss is not finite,
+    since no scale changes the loss.
 
     Returns:
-      The output of the last attempt, with gradients as if S itself had scaled them, in
-      at least float32; and the scaler with the retries counted.
+      The output of the last attempt, and the scaler with the retries counted. The
+      gradients are in at least float32 and those of the scale S: what an attempt at
+      S / 2**k gave was multiplied by 2**k.
     """
-    if isinstance(scaler.rule_state, rules.NoScalingState):
+    if scaling_is_off(scaler):
         return attempt(scaler), scaler
     if not isinstance(scaler.rule_state, rules.RetryingRuleState):
         raise TypeError(
@@ -38,11 +46,8 @@ def with_retries(
         loss_scale = jnp.ldexp(scaler.loss_scale, -halvings)
         (loss, aux), grads = attempt(scaler._replace(loss_scale=loss_scale))
         # A power of two is exact, and in float32 there is room for it.
-        grads = _views.unscale(
-            grads,
-            jnp.ldexp(jnp.ones_like(loss_scale), -halvings),
-            _views.wide_dtypes(grads),
-        )
+        fraction = jnp.ldexp(jnp.ones_like(loss_scale), -halvings)
+        grads = unscale(grads, fraction, unscaled_dtypes(grads))
         flags = [all_finite(grads), all_finite(loss)]
         grads_finite, loss_finite = agree(flags, scaler.loss_scale, None)
         return grads_finite, loss_finite, ((loss, aux), grads)
@@ -50,7 +55,7 @@ def with_retries(
     def overflowed(carry: tuple[jax.Array, jax.Array, jax.Array, Output]) -> jax.Array:
         attempts, grads_finite, loss_finite, _ = carry
         # No scale makes a loss finite, and below the smallest scale float32 gives up.
-        is_left = jnp.ldexp(scaler.loss_scale, -attempts) >= rules.SMALLEST_SCALE
+        is_left = jnp.ldexp(scaler.loss_scale, -attempts) >= SMALLEST_SCALE
         again = loss_finite & ~grads_finite & (attempts <= max_retries) & is_left
         return (attempts == 0) | again
 
@@ -62,15 +67,16 @@ def with_retries(
 
     # The first attempt is in the loop too, so that the program holds one backward pass.
     attempts = jnp.zeros_like(scaler.loss_scale, jnp.int32)
-    outputs = jax.tree.map(_types.zeros, jax.eval_shape(try_at, attempts))
+    outputs = jax.tree.map(zeros_of_type, jax.eval_shape(try_at, attempts))
     attempts, grads_finite, _, output = lax.while_loop(
         overflowed, body, (attempts, *outputs)
     )
     retries = attempts - 1
     rule_state = scaler.rule_state
     rule_state = rule_state._replace(
-        # Where no retry helped, it was not the scale: the step is skipped as ever.
-        unheard_retries=rule_state.unheard_retries
+        # Where no retry helped, the scale was not to blame, and the rule hears of the one
+        # overflow alone.
+        pending_retries=rule_state.pending_retries
         + jnp.where(grads_finite, retries, 0),
         total_retries=rule_state.total_retries
         + jnp.minimum(retries, INT32_MAX - rule_state.total_retries),

@@ -1,6 +1,5 @@
 """The wrapper: unscale, check, apply or skip, and move the scale, in one lax.cond."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -10,9 +9,25 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from . import _checks, _types, _views, rules
-from ._finite import AxisName, agree, all_finite, largest_finite, shared_axes
-from ._scaler import LossScalingState, ScalerState, holds_scaler, next_scaler
+from . import _checks, rules
+from ._devices import AxisName, agree, largest_on_all_devices
+from ._dtypes import cast_to_float32
+from ._finite import all_finite, largest_finite
+from ._scaler_state import (
+    LossScalingState,
+    StepInfo,
+    first_scaler,
+    next_scaler,
+    scaling_is_off,
+    strongly_typed_state,
+)
+from ._stable_types import (
+    keep_types,
+    strongly_typed_copy,
+    tree_where,
+    zeros_of_type,
+)
+from ._unscale import align, unscale
 
 
 def loss_scaling(
@@ -33,9 +48,8 @@ def loss_scaling(
         (0,\ s_t) & \text{otherwise}
       \end{cases}
 
-    and the rule gives :math:`S_{t+1}`. The inner optimizer works on float32 views of
-    half-precision parameters and gradients and never meets inf, NaN or a scaled
-    value. On a skipped step its state is left as it was, bit for bit.
+    and the rule gives :math:`S_{t+1}`. The inner optimizer gets half-precision parameters
+    and gradients cast to float32, and never meets inf, NaN or a scaled value. On a skipped step its state is left as it was, bit for bit.
 
     Wrap the whole optimizer, once. A link before the wrapper would see scaled
     gradients, a link behind it would act on skipped steps.
@@ -84,26 +98,17 @@ def loss_scaling(
     """
     _checks.check_arguments(inner, rule, check_updates, axis_name)
     inner = optax.with_extra_args_support(inner)
+    if scaling_is_off(jax.eval_shape(lambda: first_scaler(rule))):
+        return _without_scaling(inner, rule)
 
     def init(params: optax.Params) -> LossScalingState:
-        loss_scale, rule_state = rule.init()
-        is_off = isinstance(rule_state, rules.NoScalingState)
-        inner_state = inner.init(params if is_off else _views.widen(params))
-        if holds_scaler(inner_state):
-            raise ValueError(
-                "inner already holds a loss scaler, and one loss has one scale. Wrap the "
-                "whole optimizer once: dynamic_loss_scaling(chain(...))."
-            )
-        scaler = ScalerState(
-            loss_scale=jnp.asarray(loss_scale, jnp.float32),
-            grads_finite=jnp.array(True),
-            consecutive_skips=jnp.zeros((), jnp.int32),
-            total_skips=jnp.zeros((), jnp.int32),
-            rule_state=rule_state,
+        state = LossScalingState(
+            first_scaler(rule), inner.init(cast_to_float32(params))
         )
+        _checks.check_one_scaler(state)
         # Several optimizers alias the parameters or a constant in their state, and
         # donation refuses a buffer that is handed over twice.
-        return jax.tree.map(_types.own, LossScalingState(scaler, inner_state))
+        return jax.tree.map(strongly_typed_copy, state)
 
     def update(
         grads: optax.Updates,
@@ -112,101 +117,118 @@ def loss_scaling(
         **extra_args: ArrayLike | Callable,
     ) -> tuple[optax.Updates, LossScalingState]:
         _checks.check_state(state, rule)
-        if isinstance(state.scaler.rule_state, rules.NoScalingState):
-            grads, _ = _views.align(grads, params)
-            updates, inner_state = inner.update(
-                grads, state.inner_state, params, **extra_args
-            )
-            return updates, state._replace(inner_state=inner_state)
-
-        # An un-jitted conditional would be compiled anew on each call. Under a trace this
-        # would be wrong, as it remembers what the optimizer did in another one.
-        arguments = (grads, state, params, extra_args)
-        is_traced = any(
-            isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)
-        )
-        extras_are_arrays = all(  # functions and flags cannot go through jit
-            isinstance(extra, jax.Array | np.floating | float)
-            for extra in extra_args.values()
-        )
-        step = jitted_step if extras_are_arrays and not is_traced else one_step
-        return step(*arguments)
-
-    def one_step(
-        grads: optax.Updates,
-        state: LossScalingState,
-        params: optax.Params | None,
-        extra_args: dict[str, ArrayLike | Callable],
-    ) -> tuple[optax.Updates, LossScalingState]:
-        grads, dtypes = _views.align(grads, params)
+        grads, dtypes = align(grads, params)
         _checks.check_inner_state(state.inner_state, inner, params)
-        state = jax.tree.map(_types.strongly_typed, state)
-        loss_scale = jnp.asarray(state.scaler.loss_scale, jnp.float32)
-        state = state._replace(scaler=state.scaler._replace(loss_scale=loss_scale))
+        state = strongly_typed_state(state)
 
-        unscaled = _views.unscale(grads, loss_scale, dtypes)
-        flags = [all_finite(unscaled)]
-        if extra_args.get("value") is not None:
-            flags.append(all_finite(_checks.checked_value(extra_args["value"])))
-        grads_finite, *value_finite = agree(flags, loss_scale, axis_name)
-        largest_gradient = None
+        scale = state.scaler.loss_scale
+        unscaled = unscale(grads, scale, dtypes)
+        value = _checks.checked_value(extra_args.get("value"))
+        flags = [all_finite(unscaled), all_finite(value)]
+        grads_finite, value_finite = agree(flags, scale, axis_name)
+        largest = None
         if "largest_gradient" in rule.needs:
-            largest_gradient = largest_finite(unscaled)
-            axes = shared_axes([largest_gradient], loss_scale, axis_name)
-            if axes:
-                largest_gradient = lax.pmax(largest_gradient, axes)
+            largest = largest_on_all_devices(largest_finite(unscaled), scale, axis_name)
+        step = StepInfo(grads_finite, largest)
 
-        move_scale = functools.partial(
-            next_scaler,
-            rule,
-            grads_finite=grads_finite,
-            largest_gradient=largest_gradient,
-        )
-
-        @functools.partial(jax.jit, inline=True)  # so that it is traced only once
         def applied(
             grads: optax.Updates, state: LossScalingState, params: optax.Params | None
         ) -> tuple[optax.Updates, LossScalingState]:
-            scaler, inner_state = state
-            updates, new_inner_state = inner.update(
-                # Here, not before the cond, where it would write out every gradient.
-                _views.unscale(grads, scaler.loss_scale, dtypes),
-                inner_state,
-                _views.widen(params),
-                **extra_args,
+            # Unscaled here: before the cond it would write out every gradient.
+            grads = unscale(grads, state.scaler.loss_scale, dtypes)
+            updates, inner_state = inner.update(
+                grads, state.inner_state, cast_to_float32(params), **extra_args
             )
-            new_inner_state = _types.keep(
-                new_inner_state,
-                inner_state,
-                "inner.update",
-                "If a gradient is None, this optimizer cannot skip that parameter: leave "
-                "it out with optax.partition or optax.masked inside the wrapper.",
+            inner_state = keep_types(
+                inner_state, state.inner_state, "inner.update", _NONE_AMONG_GRADS
             )
             ok = jnp.array(True)
             if check_updates:
-                (ok,) = agree([all_finite(updates)], scaler.loss_scale, axis_name)
+                (ok,) = agree([all_finite(updates)], scale, axis_name)
                 zeros = jax.tree.map(jnp.zeros_like, updates)
-                updates = _types.select(ok, updates, zeros)
-                new_inner_state = _types.select(ok, new_inner_state, inner_state)
-            scaler = move_scale(scaler, applied=ok, heard=ok)
-            return updates, LossScalingState(scaler, new_inner_state)
+                updates = tree_where(ok, updates, zeros)
+                inner_state = tree_where(ok, inner_state, state.inner_state)
+            scaler = next_scaler(rule, state.scaler, step, applied=ok, updates_rule=ok)
+            return updates, LossScalingState(scaler, inner_state)
 
         def skipped(
             grads: optax.Updates, state: LossScalingState, params: optax.Params | None
         ) -> tuple[optax.Updates, LossScalingState]:
-            del grads, params
-            updates = jax.tree.map(_types.zeros, updates_type)
-            heard = value_finite[0] if value_finite else jnp.array(True)
-            scaler = move_scale(state.scaler, applied=jnp.array(False), heard=heard)
-            return updates, state._replace(scaler=scaler)
+            no = jnp.array(False)
+            scaler = next_scaler(
+                rule, state.scaler, step, applied=no, updates_rule=value_finite
+            )
+            zeros = jax.tree.map(zeros_of_type, updates_type)
+            return zeros, state._replace(scaler=scaler)
 
         # As operands, since closed-over arrays lose their sharding on explicit meshes.
         operands = (grads, state, params)
+        applied = jax.jit(applied, inline=True)  # so that it is traced only once
         updates_type, _ = jax.eval_shape(applied, *operands)
         # XLA updates a donated state in place only if the branch that passes it through
         # comes first in its program, which is the false one.
-        finite = jnp.all(jnp.stack([grads_finite, *value_finite]))
-        return lax.cond(finite, applied, skipped, *operands)
+        return lax.cond(grads_finite & value_finite, applied, skipped, *operands)
 
-    jitted_step = jax.jit(one_step)
+    return optax.GradientTransformationExtraArgs(init, _compiled_outside_jit(update))
+
+
+_NONE_AMONG_GRADS = (
+    "If a gradient is None, this optimizer cannot skip that parameter: leave it out with "
+    "optax.partition or optax.masked inside the wrapper."
+)
+
+
+def _without_scaling(
+    inner: optax.GradientTransformationExtraArgs, rule: rules.Rule
+) -> optax.GradientTransformationExtraArgs:
+    """The bare optimizer, in a state like that of the other wrappers."""
+
+    def init(params: optax.Params) -> LossScalingState:
+        state = LossScalingState(first_scaler(rule), inner.init(params))
+        _checks.check_one_scaler(state)
+        return jax.tree.map(strongly_typed_copy, state)
+
+    def update(
+        grads: optax.Updates,
+        state: LossScalingState,
+        params: optax.Params | None = None,
+        **extra_args: ArrayLike | Callable,
+    ) -> tuple[optax.Updates, LossScalingState]:
+        _checks.check_state(state, rule)
+        grads, _ = align(grads, params)
+        updates, inner_state = inner.update(
+            grads, state.inner_state, params, **extra_args
+        )
+        return updates, state._replace(inner_state=inner_state)
+
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _compiled_outside_jit(
+    update: optax.TransformUpdateExtraArgsFn,
+) -> optax.TransformUpdateExtraArgsFn:
+    """``update``, compiled once where it is called outside of ``jit``.
+
+    An un-jitted conditional would be compiled anew on each call. Under a trace a program
+    of ours would be wrong: it remembers what the optimizer did in another trace.
+    """
+    jitted_update = jax.jit(update)
+
+    def call(
+        grads: optax.Updates,
+        state: LossScalingState,
+        params: optax.Params | None = None,
+        **extra_args: ArrayLike | Callable,
+    ) -> tuple[optax.Updates, LossScalingState]:
+        is_traced = any(
+            isinstance(leaf, jax.core.Tracer)
+            for leaf in jax.tree.leaves((grads, state, params, extra_args))
+        )
+        extras_are_arrays = all(  # functions and flags cannot go through jit
+            isinstance(extra, jax.Array | np.ndarray | np.floating | float)
+            for extra in extra_args.values()
+        )
+        chosen = jitted_update if extras_are_arrays and not is_traced else update
+        return chosen(grads, state, params, **extra_args)
+
+    return call

@@ -4,20 +4,27 @@ import optax
 from jax.typing import ArrayLike
 
 from . import rules
-from ._finite import AxisName
+from ._devices import AxisName
 from ._transform import loss_scaling
+from .rules._rule import (
+    DEFAULT_GROWTH_INTERVAL,
+    DEFAULT_INIT_SCALE,
+    DEFAULT_MAX_SCALE,
+    DEFAULT_MIN_SCALE,
+    DEFAULT_RECOVERY_INTERVAL,
+)
 
 
 def dynamic_loss_scaling(
     inner: optax.GradientTransformation,
     *,
-    init_scale: ArrayLike = rules.DEFAULT_INIT_SCALE,
+    init_scale: ArrayLike = DEFAULT_INIT_SCALE,
     growth_factor: ArrayLike = 2.0,
     backoff_factor: ArrayLike = 0.5,
-    growth_interval: ArrayLike = rules.DEFAULT_GROWTH_INTERVAL,
-    recovery_interval: ArrayLike | None = rules.DEFAULT_RECOVERY_INTERVAL,
-    min_scale: ArrayLike = rules.DEFAULT_MIN_SCALE,
-    max_scale: ArrayLike = rules.DEFAULT_MAX_SCALE,
+    growth_interval: ArrayLike = DEFAULT_GROWTH_INTERVAL,
+    recovery_interval: ArrayLike | None = DEFAULT_RECOVERY_INTERVAL,
+    min_scale: ArrayLike = DEFAULT_MIN_SCALE,
+    max_scale: ArrayLike = DEFAULT_MAX_SCALE,
     hysteresis: ArrayLike | None = None,
     hysteresis_refill: rules.Refill = "growth",
     gradient_limit: ArrayLike | None = None,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 import jax
 import numpy as np
 
-from ._scaler import ScalerState
-from ._state import scaler_state, with_scaler
+from ._lookup import scaler_state, with_scaler
+from ._scaler_state import ScalerState
 from .rules import DynamicRuleState, HysteresisRuleState, _settings
 
 __all__ = ("export_scaler", "import_scaler")

@@ -9,9 +9,8 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from . import _views
-from ._find_scale import ScaleSearch
-from ._state import loss_scale
+from ._dtypes import is_inexact
+from ._lookup import loss_scale
 
 try:
     from matplotlib.axis import Axis
@@ -23,7 +22,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from ._history import History
+    from .debugging import History, ScaleSearch
 
 # Okabe and Ito's palette, which readers with any colour vision can tell apart.
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"
@@ -110,7 +109,7 @@ def exponents(
         + [
             np.abs(np.asarray(leaf)).ravel().astype(np.float64)
             for leaf in jax.tree.leaves(grads)
-            if _views.is_inexact(leaf)
+            if is_inexact(leaf)
         ]
     )
     nonzero = entries[np.isfinite(entries) & (entries > 0)]
@@ -144,7 +143,7 @@ def exponents(
     return figure
 
 
-def underflow(search: ScaleSearch) -> Figure:
+def underflow(search: "ScaleSearch") -> Figure:
     """The share of gradient entries that is lost, against the loss scale.
 
     Args:

@@ -19,7 +19,8 @@ import optax
 from jax.typing import ArrayLike
 
 from . import rules
-from .rules import LARGEST_SCALE, SMALLEST_SCALE, _settings
+from .rules import _settings
+from .rules._rule import LARGEST_SCALE, SMALLEST_SCALE
 
 __all__ = (
     "apex_amp",

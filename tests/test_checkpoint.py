@@ -297,7 +297,7 @@ def test_what_every_rule_remembers_is_saved(tmp_path, format):
         ),
         (dls.rules.GradualRuleState, "has_overflowed"),
         (dls.rules.LogNormalRuleState, "step_count mean slow_mean variance"),
-        (dls.rules.RetryingRuleState, "unheard_retries total_retries rule_state"),
+        (dls.rules.RetryingRuleState, "pending_retries total_retries rule_state"),
         (dls.rules.NoScalingState, ""),
     ],
 )

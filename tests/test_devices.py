@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_dls as dls
-from optax_dls._finite import to_varying
+from optax_dls._devices import to_varying
 
 pytestmark = pytest.mark.standard_promotion
 

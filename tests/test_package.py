@@ -63,7 +63,11 @@ def test_the_core_needs_jax_jaxlib_and_optax():
 
 
 def test_the_lower_bounds_are_the_versions_that_are_tested():
-    tools = ("mypy", "ruff")  # they look at the code, it does not run on them
+    tools = (
+        "import-linter",
+        "mypy",
+        "ruff",
+    )  # they look at the code, it does not run on them
     bounds = {
         requirement.replace(">=", "==")
         for requirement in REQUIREMENTS
@@ -86,4 +90,4 @@ def test_every_public_name_says_what_it_is_with_an_example(name):
 
 def test_all_names_everything_public():
     public = {name for name in vars(dls) if not name.startswith("_")}
-    assert public - {"demo", "plot"} == set(dls.__all__)  # those two on demand
+    assert public - {"debugging", "demo", "plot"} == set(dls.__all__)

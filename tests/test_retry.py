@@ -56,7 +56,7 @@ def test_the_batch_is_applied_and_the_scale_backs_off():
     w, state, _ = one_step(jnp.array([1.0, 8.0]))
     np.testing.assert_array_equal(w, [-1.0, -8.0])
     assert seen(state) == (2.0**12, 0, 3)
-    assert int(state.scaler.rule_state.unheard_retries) == 0
+    assert int(state.scaler.rule_state.pending_retries) == 0
 
 
 def test_the_scale_moves_as_if_each_attempt_had_been_a_step():

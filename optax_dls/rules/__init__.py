@@ -12,14 +12,6 @@ from ._overflow_rate import OverflowRateRuleState as OverflowRateRuleState
 from ._overflow_rate import overflow_rate as overflow_rate
 from ._retrying import RetryingRuleState as RetryingRuleState
 from ._retrying import retrying as retrying
-from ._rule import DEFAULT_GROWTH_INTERVAL as DEFAULT_GROWTH_INTERVAL
-from ._rule import DEFAULT_INIT_SCALE as DEFAULT_INIT_SCALE
-from ._rule import DEFAULT_MAX_SCALE as DEFAULT_MAX_SCALE
-from ._rule import DEFAULT_MIN_SCALE as DEFAULT_MIN_SCALE
-from ._rule import DEFAULT_RECOVERY_INTERVAL as DEFAULT_RECOVERY_INTERVAL
-from ._rule import LARGEST_SCALE as LARGEST_SCALE
-from ._rule import NEEDS as NEEDS
-from ._rule import SMALLEST_SCALE as SMALLEST_SCALE
 from ._rule import Rule as Rule
 from ._static import NoScalingState as NoScalingState
 from ._static import none as none
@@ -32,6 +24,7 @@ __all__ = (
     "LogNormalRuleState",
     "NoScalingState",
     "OverflowRateRuleState",
+    "Refill",
     "RetryingRuleState",
     "Rule",
     "dynamic",

@@ -1,4 +1,4 @@
-"""A rule that hears of the retries of a step."""
+"""A rule for which each retry of a step is an overflow."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 
-from .. import _types
 from ._rule import Rule
 from ._static import NoScalingState
 
@@ -16,13 +16,13 @@ class RetryingRuleState(NamedTuple):
     """State of :func:`retrying`.
 
     Attributes:
-      unheard_retries: retries of this step that the rule inside has yet to hear of; 0
-        once ``tx.update`` has run.
+      pending_retries: retries of this step by which the rule inside has not moved the
+        scale yet; 0 once ``tx.update`` has run.
       total_retries: retries since ``init``; saturates at 2**31 - 1.
       rule_state: state of the rule inside.
     """
 
-    unheard_retries: jax.Array  # shape=(), dtype=int32
+    pending_retries: jax.Array  # shape=(), dtype=int32
     total_retries: jax.Array  # shape=(), dtype=int32
     rule_state: optax.OptState
 
@@ -30,8 +30,8 @@ class RetryingRuleState(NamedTuple):
 def retrying(rule: Rule) -> Rule:
     r"""Lets ``value_and_scaled_grad(..., max_retries=k)`` count its retries.
 
-    After r retries in a step, ``rule`` hears of r overflows and then of the outcome, so
-    the scale moves as if each attempt had been a step:
+    After r retries in a step, ``rule`` is updated with r overflows and then with the
+    outcome. So the scale moves as if each attempt had been a step:
 
     .. math:: S_{t+1} = \text{rule}(\text{outcome},
       \text{rule}(\text{overflow}, \ldots S_t))
@@ -66,23 +66,29 @@ def retrying(rule: Rule) -> Rule:
         grads_finite: jax.Array,
         loss_scale: jax.Array,
         rule_state: optax.OptState,
-        **told: jax.Array,
+        **step_info: jax.Array,
     ) -> tuple[jax.Array, optax.OptState]:
-        unheard, total, inside = rule_state
+        pending, total, inside = rule_state
 
-        def told_of(attempt: jax.Array) -> dict[str, jax.Array]:
-            if "last_finite" not in told:
-                return told
-            return {**told, "last_finite": told["last_finite"] & (attempt == 0)}
+        def info_of(attempt: jax.Array) -> dict[str, jax.Array]:
+            if "last_finite" not in step_info:
+                return step_info
+            last_finite = step_info["last_finite"] & (attempt == 0)
+            return {**step_info, "last_finite": last_finite}
 
         def overflow(
             attempt: jax.Array, before: tuple[jax.Array, optax.OptState]
         ) -> tuple[jax.Array, optax.OptState]:
-            after = rule.update(jnp.array(False), *before, **told_of(attempt))
-            return _types.keep(after, before, "rule.update", "Keep the state's types.")
+            after = rule.update(jnp.array(False), *before, **info_of(attempt))
+            return jax.tree.map(_in_type_of, before, after)
 
-        heard = lax.fori_loop(0, unheard, overflow, (loss_scale, inside))
-        loss_scale, inside = rule.update(grads_finite, *heard, **told_of(unheard))
-        return loss_scale, RetryingRuleState(jnp.zeros_like(unheard), total, inside)
+        before = lax.fori_loop(0, pending, overflow, (loss_scale, inside))
+        loss_scale, inside = rule.update(grads_finite, *before, **info_of(pending))
+        return loss_scale, RetryingRuleState(jnp.zeros_like(pending), total, inside)
 
     return Rule(init, update, rule.needs)
+
+
+def _in_type_of(old: jax.Array, new: ArrayLike) -> jax.Array:
+    """``new`` in the dtype of ``old``; it varies over devices where ``old`` does."""
+    return jnp.where(True, jnp.asarray(new, old.dtype), old)

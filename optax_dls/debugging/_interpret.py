@@ -1,5 +1,6 @@
 """A function run operation by operation, following each inf and NaN to its origin."""
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -9,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, source_info_util
 
-from . import _locate
-from ._locate import Nonfinite, nonfinite
+from ._nonfinite import Nonfinite, nonfinite
 
 # So that an operation without a line of the user's does not point to a line of ours.
-source_info_util.register_exclusion(__file__)
-source_info_util.register_exclusion(_locate.__file__)
+source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)
 
 # Later iterations of one loop are not looked into: each operation costs about 0.2 ms.
 _MAX_ITERATIONS = 1000

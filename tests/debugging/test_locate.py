@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import optax_dls as dls
-from optax_dls import _interpret
+from optax_dls.debugging import _interpret
 
 HALF = jnp.float16
 

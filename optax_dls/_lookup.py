@@ -9,8 +9,12 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from . import rules
-from ._scaler import LossScalingState, ScalerState, holds_scaler
+from ._scaler_state import (
+    LossScalingState,
+    ScalerState,
+    holds_scaler,
+    scaling_is_off,
+)
 
 Tree = TypeVar("Tree")
 
@@ -121,7 +125,7 @@ def scaler_state(state: object) -> ScalerState:
                 "old.inner_state."
             )
         node = node.scaler
-    if isinstance(node.rule_state, rules.NoScalingState):
+    if scaling_is_off(node):
         # Also where a checkpoint of another wrapper was restored into this state.
         node = node._replace(loss_scale=jnp.ones((), jnp.float32))
     # The arrays may be boxed, as in nnx.Optimizer.

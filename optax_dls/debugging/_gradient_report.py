@@ -9,8 +9,8 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _views
-from ._state import loss_scale
+from .._dtypes import at_least_float32, is_inexact
+from .._lookup import loss_scale
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +156,7 @@ def gradient_report(
         )
     scale = jnp.float32(1) if state is None else loss_scale(state)
     leaves, _ = jax.tree_util.tree_flatten_with_path(grads)
-    leaves = [(path, leaf) for path, leaf in leaves if _views.is_inexact(leaf)]
+    leaves = [(path, leaf) for path, leaf in leaves if is_inexact(leaf)]
     columns = [_leaf_counts(leaf, scale, dtype) for _, leaf in leaves]
     counts = {name: [column[name] for column in columns] for name in _leaf_fields()}
     return GradientReport(
@@ -185,7 +185,7 @@ def _leaf_counts(
     leaf = jnp.asarray(leaf)
     if jnp.iscomplexobj(leaf):  # entries are complex, parts are what overflows
         leaf = jnp.stack([leaf.real, leaf.imag])
-    scaled = leaf.astype(_views.wide_dtype(leaf.dtype))
+    scaled = leaf.astype(at_least_float32(leaf.dtype))
     scale = scale.astype(scaled.dtype)
     magnitude = jnp.abs(scaled)
     # Half of the smallest subnormal number still rounds to even, that is to zero.

@@ -5,7 +5,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from . import rules
+from ..rules._rule import (
+    DEFAULT_GROWTH_INTERVAL,
+    DEFAULT_MAX_SCALE,
+    DEFAULT_MIN_SCALE,
+)
 
 if TYPE_CHECKING:
     from ._history import History
@@ -54,9 +58,9 @@ class _Run(NamedTuple):
 def diagnose(
     history: "History | Mapping[str, np.ndarray]",
     *,
-    growth_interval: int = rules.DEFAULT_GROWTH_INTERVAL,
-    min_scale: float = rules.DEFAULT_MIN_SCALE,
-    max_scale: float = rules.DEFAULT_MAX_SCALE,
+    growth_interval: int = DEFAULT_GROWTH_INTERVAL,
+    min_scale: float = DEFAULT_MIN_SCALE,
+    max_scale: float = DEFAULT_MAX_SCALE,
 ) -> list[Finding]:
     """Says what is wrong with a run; an empty list if nothing is seen.
 

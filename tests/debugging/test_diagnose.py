@@ -1,7 +1,6 @@
 """Each finding is proved by a run that has the fault, and a healthy run has none."""
 
 import functools
-import importlib
 import subprocess
 import sys
 import warnings
@@ -281,7 +280,7 @@ def test_a_stalled_run_says_so_in_the_error():
 class TestCommand:
     def run(self, *arguments):
         return subprocess.run(
-            [sys.executable, "-m", "optax_dls.diagnose", *map(str, arguments)],
+            [sys.executable, "-m", "optax_dls.debugging", *map(str, arguments)],
             capture_output=True,
             text=True,
             check=False,
@@ -319,11 +318,6 @@ class TestCommand:
         done = self.run(tmp_path / "none.jsonl")
         assert done.returncode == 2
         assert "there is no file" in done.stderr
-
-    def test_is_not_imported_in_place_of_the_function(self):
-        with pytest.raises(ImportError, match="is a command"):
-            importlib.import_module("optax_dls.diagnose")
-        assert callable(dls.diagnose)
 
 
 @pytest.mark.parametrize("history", [None, "run.jsonl"])

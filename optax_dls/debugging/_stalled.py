@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from ._diagnose import diagnose
-from ._state import scaler_state
+from .._lookup import scaler_state
 
 if TYPE_CHECKING:
     from ._history import History
@@ -77,6 +76,8 @@ def raise_if_stalled(
         finite = bool(np.all(scaler.grads_finite))
         findings = []
         if history is not None and len(history):
+            from ._diagnose import diagnose
+
             findings = diagnose(history)
         raise LossScaleStalledError(
             f"The last {skips} steps were all skipped (limit {max_consecutive_skips}, "

@@ -9,12 +9,12 @@ import numpy as np
 import optax
 from jax import lax
 
-from . import rules
-from ._finite import all_finite
-from ._grad import value_and_scaled_grad
-from ._scaler import LossScalingState
-from ._views import is_inexact
-from ._wrappers import static_loss_scaling
+from .. import rules
+from .._dtypes import is_inexact
+from .._finite import all_finite
+from .._grad import value_and_scaled_grad
+from .._scaler_state import first_scaler
+from ..rules._rule import LARGEST_SCALE, SMALLEST_SCALE
 
 # The scale may grow this much before a gradient like today's overflows.
 HEADROOM = 4.0
@@ -112,19 +112,19 @@ def find_scale(
     if (
         not scales.size
         or any(int(exponent) != exponent for exponent in exponents)
-        or not (rules.SMALLEST_SCALE <= scales[0] <= scales[-1] <= rules.LARGEST_SCALE)
+        or not (SMALLEST_SCALE <= scales[0] <= scales[-1] <= LARGEST_SCALE)
     ):
         raise ValueError(
             f"exponents must be some whole numbers from -100 to 126, got {exponents!r}."
         )
-    state = static_loss_scaling(optax.identity(), 1.0).init(())
+    scaler = first_scaler(rules.static(1.0))
     grad_fn = value_and_scaled_grad(
         loss_fn, has_aux=has_aux, value_and_grad=value_and_grad
     )
 
     def at(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scaler = state.scaler._replace(loss_scale=scale)
-        _, grads = grad_fn(params, *args, state=LossScalingState(scaler, ()), **kwargs)
+        state = scaler._replace(loss_scale=scale)
+        _, grads = grad_fn(params, *args, state=state, **kwargs)
         kept = [
             jnp.sum(g != 0, dtype=jnp.float32)
             for g in jax.tree.leaves(grads)

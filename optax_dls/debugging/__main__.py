@@ -1,21 +1,17 @@
-"""The command: python -m optax_dls.diagnose run.jsonl."""
+"""The command: python -m optax_dls.debugging run.jsonl."""
 
 import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import optax_dls as dls
 
-if __name__ != "__main__":  # imported, it would take the place of the function
-    raise ImportError(
-        "optax_dls.diagnose is a command, python -m optax_dls.diagnose run.jsonl. The "
-        "function of that name comes with import optax_dls as dls: dls.diagnose(history)."
-    )
 
-
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Prints what is wrong with a run, and draws it; 1 if something is."""
     parser = argparse.ArgumentParser(
-        prog="python -m optax_dls.diagnose",
+        prog="python -m optax_dls.debugging",
         description="Says what is wrong with a run that History.save recorded.",
     )
     parser.add_argument("run", type=Path, help="the file of History.save")
@@ -23,7 +19,7 @@ def main() -> int:
     parser.add_argument("--growth-interval", type=int, default=2000, help="of the rule")
     parser.add_argument("--min-scale", type=float, default=2.0**-14, help="of the rule")
     parser.add_argument("--max-scale", type=float, default=2.0**32, help="of the rule")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if not arguments.run.is_file():
         parser.error(f"there is no file {arguments.run}")
     try:
@@ -55,4 +51,5 @@ def main() -> int:
     return bool(findings)
 
 
-raise SystemExit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Gradients and parameters as the inner optimizer sees them: unscaled and wide."""
+"""g / S: gradients checked against their parameters, and divided by the scale."""
 
 import contextlib
 import functools
@@ -7,46 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
+
+from ._dtypes import at_least_float32, is_inexact
 
 
-def is_none(leaf: object) -> bool:
-    """For ``is_leaf``: keeps None in its place where a tree is mapped."""
-    return leaf is None
-
-
-def is_inexact(leaf: ArrayLike) -> bool:
-    """Whether a leaf can hold inf or NaN: integers, bools and float0 cannot."""
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-
-
-def wide_dtype(dtype: DTypeLike) -> np.dtype:
-    """float32 for every narrower float; float32, float64 and complex stay."""
-    return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
-
-
-def wide_dtypes(grads: optax.Updates) -> optax.Updates:
+def unscaled_dtypes(grads: optax.Updates) -> optax.Updates:
     """The dtypes of the unscaled gradients; None for a leaf that passes through."""
     return jax.tree.map(
-        lambda g: wide_dtype(jnp.result_type(g)) if is_inexact(g) else None, grads
+        lambda g: at_least_float32(jnp.result_type(g)) if is_inexact(g) else None, grads
     )
-
-
-def widen(params: optax.Params) -> optax.Params:
-    """The parameters, with float32 views of the half-precision ones.
-
-    Takes arrays and ``jax.ShapeDtypeStruct`` alike.
-    """
-
-    def widen_leaf(p: ArrayLike) -> ArrayLike:
-        dtype = jnp.result_type(p)
-        if not is_inexact(p) or wide_dtype(dtype) == dtype:
-            return p
-        if isinstance(p, jax.ShapeDtypeStruct):
-            return p.update(dtype=wide_dtype(dtype))
-        return jnp.asarray(p, wide_dtype(dtype))
-
-    return jax.tree.map(widen_leaf, params)
 
 
 def align(
@@ -55,9 +25,9 @@ def align(
     """Checks gradients against their parameters, leaf by leaf.
 
     Returns:
-      The gradients as arrays, with zeros of the parameter's dtype for float0, and a
-      tree of the dtypes that the inner optimizer receives them in: that of the
-      parameter's view, or of the gradient's own where no parameters are given.
+      The gradients as arrays, with zeros of the parameter's dtype for float0; and the
+      dtypes in which the inner optimizer receives them: at least float32, that of the
+      parameter where there is one.
 
     Raises:
       ValueError: the trees differ other than by a None among the gradients.
@@ -69,9 +39,9 @@ def align(
         params = grads
     else:
         _check_structure(grads, params)
-    arrays = jax.tree.map(_as_array, grads, params, is_leaf=is_none)
+    arrays = jax.tree.map(_as_array, grads, params, is_leaf=_is_none)
     dtypes = jax.tree_util.tree_map_with_path(
-        _view_dtype, arrays, params, is_leaf=is_none
+        _unscaled_dtype, arrays, params, is_leaf=_is_none
     )
     return arrays, dtypes
 
@@ -93,10 +63,15 @@ def unscale(
         if dtype is None:
             return g
         g = jnp.asarray(g)
-        wide = wide_dtype(g.dtype)
+        wide = at_least_float32(g.dtype)
         return (g.astype(wide) * reciprocal(wide)).astype(dtype)
 
-    return jax.tree.map(unscale_leaf, grads, dtypes, is_leaf=is_none)
+    return jax.tree.map(unscale_leaf, grads, dtypes, is_leaf=_is_none)
+
+
+def _is_none(leaf: object) -> bool:
+    """For ``is_leaf``: keeps None in its place where a tree is mapped."""
+    return leaf is None
 
 
 def _as_array(g: ArrayLike | None, p: ArrayLike) -> jax.Array | None:
@@ -110,13 +85,13 @@ def _as_array(g: ArrayLike | None, p: ArrayLike) -> jax.Array | None:
     return jnp.asarray(g)
 
 
-def _view_dtype(
+def _unscaled_dtype(
     path: jax.tree_util.KeyPath, g: jax.Array | None, p: ArrayLike
 ) -> np.dtype | None:
     """The dtype in which the inner optimizer receives a gradient; None: as it is."""
     if g is None or not is_inexact(g):
         return None
-    dtype = wide_dtype(jnp.result_type(p if is_inexact(p) else g))
+    dtype = at_least_float32(jnp.result_type(p if is_inexact(p) else g))
     if jnp.iscomplexobj(g) and not jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
             f"grads{jax.tree_util.keystr(path)} has dtype {g.dtype}, but its parameter is "
@@ -133,11 +108,11 @@ def _check_structure(grads: optax.Updates, params: optax.Params) -> None:
         return g is None or (p is not None and jax.tree_util.all_leaves([p]))
 
     with contextlib.suppress(ValueError):  # of tree.map, where the trees differ
-        if jax.tree.all(jax.tree.map(has_parameter, grads, params, is_leaf=is_none)):
+        if jax.tree.all(jax.tree.map(has_parameter, grads, params, is_leaf=_is_none)):
             return
 
     def paths(tree: optax.Params) -> list[str]:
-        flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
+        flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_none)
         return [jax.tree_util.keystr(path) for path, _ in flat]
 
     of_grads, of_params = paths(grads), paths(params)

@@ -1,0 +1,132 @@
+"""The scaler: what it remembers, and how a step changes it."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from . import rules
+from ._stable_types import keep_types, strongly_typed, tree_where
+
+
+class ScalerState(NamedTuple):
+    """What the loss scaler remembers. Each field has a buffer of its own.
+
+    Attributes:
+      loss_scale: S, the factor for the next loss.
+      grads_finite: whether the unscaled gradients of the last step were all finite;
+        True before the first step.
+      consecutive_skips: skipped steps since the last applied one. Above 0 exactly
+        if the last step was skipped.
+      total_skips: skipped steps since ``init``. Both counters saturate at 2**31 - 1.
+      rule_state: what the rule remembers, for instance a ``DynamicRuleState``.
+    """
+
+    loss_scale: jax.Array  # shape=(), dtype=float32
+    grads_finite: jax.Array  # shape=(), dtype=bool
+    consecutive_skips: jax.Array  # shape=(), dtype=int32
+    total_skips: jax.Array  # shape=(), dtype=int32
+    rule_state: optax.OptState
+
+
+class LossScalingState(NamedTuple):
+    """State of the loss-scaling transformations.
+
+    Attributes:
+      scaler: the scale and its counters.
+      inner_state: state of the wrapped optimizer.
+    """
+
+    scaler: ScalerState
+    inner_state: optax.OptState
+
+
+class StepInfo(NamedTuple):
+    """What a step has shown, before it is applied or skipped.
+
+    Attributes:
+      grads_finite: whether the unscaled gradients are finite.
+      largest_gradient: their largest finite magnitude, if the rule asks for it.
+    """
+
+    grads_finite: jax.Array  # shape=(), dtype=bool
+    largest_gradient: jax.Array | None  # shape=(), dtype=float32
+
+
+def first_scaler(rule: rules.Rule) -> ScalerState:
+    """The scaler before the first step."""
+    loss_scale, rule_state = rule.init()
+    return ScalerState(
+        loss_scale=jnp.asarray(loss_scale, jnp.float32),
+        grads_finite=jnp.array(True),
+        consecutive_skips=jnp.zeros((), jnp.int32),
+        total_skips=jnp.zeros((), jnp.int32),
+        rule_state=rule_state,
+    )
+
+
+def strongly_typed_state(state: LossScalingState) -> LossScalingState:
+    """The state in the types of ``init``, also where a user has set a number in it."""
+    state = jax.tree.map(strongly_typed, state)
+    loss_scale = state.scaler.loss_scale.astype(jnp.float32)
+    return state._replace(scaler=state.scaler._replace(loss_scale=loss_scale))
+
+
+def next_scaler(
+    rule: rules.Rule,
+    scaler: ScalerState,
+    step: StepInfo,
+    *,
+    applied: jax.Array,
+    updates_rule: jax.Array,
+) -> ScalerState:
+    """The scaler after a step.
+
+    Args:
+      rule: how the scale moves.
+      scaler: the scaler before the step.
+      step: what the step has shown.
+      applied: whether the step was applied.
+      updates_rule: false where a loss or an update that is not finite made it skip. No
+        scale could have helped there, so the scale stays.
+    """
+    before = (scaler.loss_scale, scaler.rule_state)
+    all_info = {
+        "last_finite": scaler.grads_finite,
+        "largest_gradient": step.largest_gradient,
+    }
+    info = {name: all_info[name] for name in rule.needs}
+    after = keep_types(
+        rule.update(applied, *before, **info),
+        before,
+        "rule.update",
+        "Give back (loss_scale, rule_state), the latter as rule.init made it.",
+    )
+    loss_scale, rule_state = tree_where(updates_rule, after, before)
+    consecutive_skips = optax.safe_increment(scaler.consecutive_skips)
+    total_skips = optax.safe_increment(scaler.total_skips)
+    new = ScalerState(
+        loss_scale=loss_scale,
+        grads_finite=step.grads_finite,
+        consecutive_skips=jnp.where(applied, 0, consecutive_skips),
+        total_skips=jnp.where(applied, scaler.total_skips, total_skips),
+        rule_state=rule_state,
+    )
+    # The flags are equal on all devices that axis_name names; the scalers need not be.
+    return keep_types(new, scaler, "the scaler", "Restore it as init made it.")
+
+
+def scaling_is_off(scaler: ScalerState) -> bool:
+    """Whether this is the scaler of ``no_loss_scaling``, which scales and checks nothing."""
+    return isinstance(scaler.rule_state, rules.NoScalingState)
+
+
+def holds_scaler(tree: object) -> bool:
+    """Whether a tree contains the state of a loss-scaling transformation."""
+    return any(
+        isinstance(node, LossScalingState)
+        for node in jax.tree.leaves(
+            tree, is_leaf=lambda node: isinstance(node, LossScalingState)
+        )
+    )
