@@ -30,13 +30,19 @@ from ._stable_types import (
 from ._unscale import align, unscale
 
 
+class LossScaling(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """A transformation that knows the rule of its scale, for those who record a run."""
+
+    rule: rules.Rule
+
+
 def loss_scaling(
     inner: optax.GradientTransformation,
     rule: rules.Rule,
     *,
     check_updates: bool = False,
     axis_name: AxisName | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> LossScaling:
     r"""Wraps an optimizer so that it takes scaled gradients and skips overflows.
 
     With scaled gradients :math:`g`, scale :math:`S_t` and inner state :math:`s_t`:
@@ -169,7 +175,7 @@ def loss_scaling(
         # comes first in its program, which is the false one.
         return lax.cond(grads_finite & value_finite, applied, skipped, *operands)
 
-    return optax.GradientTransformationExtraArgs(init, _compiled_outside_jit(update))
+    return _with_rule(rule, init, _compiled_outside_jit(update))
 
 
 _NONE_AMONG_GRADS = (
@@ -180,7 +186,7 @@ _NONE_AMONG_GRADS = (
 
 def _without_scaling(
     inner: optax.GradientTransformationExtraArgs, rule: rules.Rule
-) -> optax.GradientTransformationExtraArgs:
+) -> LossScaling:
     """The bare optimizer, in a state like that of the other wrappers."""
 
     def init(params: optax.Params) -> LossScalingState:
@@ -201,7 +207,17 @@ def _without_scaling(
         )
         return updates, state._replace(inner_state=inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return _with_rule(rule, init, update)
+
+
+def _with_rule(
+    rule: rules.Rule,
+    init: optax.TransformInitFn,
+    update: optax.TransformUpdateExtraArgsFn,
+) -> LossScaling:
+    tx = LossScaling(init, update)
+    tx.rule = rule
+    return tx
 
 
 def _compiled_outside_jit(

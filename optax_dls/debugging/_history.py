@@ -1,52 +1,55 @@
 """The record of a training run: one row a step, written without waiting."""
 
 import collections
-import json
-import math
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.typing import ArrayLike
 
-from ._chunk import Chunk, Row, Scalar
-from ._record import (
-    METRICS,
-    NOT_IN_JSON,
-    Texts,
-    as_column,
-    is_record,
-    named_values,
-    shape_of,
-    whole_number,
-)
+from ._file import read_lines, write_lines
+from ._record import METRICS, Row, Scalar, as_column, named_values, whole_number
+from ._steps import Steps, many_steps, one_step
+
+# So many steps come to the host together, once as many later ones are waiting: the device
+# has long computed them then.
+BATCH = 256
 
 
 class History:
     """What a training run did, step by step: scale, skips, loss, and more.
 
-    Appending neither waits for the device nor reads from it: a row is copied on the
-    device, so that the state may be donated, and comes to the host when it is read, by
-    index, iteration, :meth:`arrays` or :meth:`save`. Nothing is repaired: a loss that
-    was NaN is NaN here. A history lives on the host, outside ``jit``.
+    Appending does not wait for the device: the values of a step are copied there, so that
+    the state may be donated. They come to the host some hundred steps later, or when they
+    are read by index, iteration, :meth:`arrays` or :meth:`save`. Nothing is repaired: a
+    loss that was NaN is NaN here.
+
+    A history lives on the host, outside ``jit``. Several threads may append to one, and it
+    can be copied and pickled.
 
     Args:
+      tx: the optimizer with loss scaling. The history then knows the bounds and the
+        interval of its rule, as :attr:`settings`, and :func:`diagnose` uses them. Without
+        it, ``diagnose`` goes by what it sees.
       capacity: how many records to keep, at least 1. When it is full, the oldest go, and
         :attr:`dropped` counts them. Thinning out would keep the whole run, but would hide
         single skips; what went is in the file of an earlier :meth:`save`. 100,000
-        records take some 50 MB on the host, and 4 bytes a value on the device until
-        they are read.
+        records take some 50 MB on the host.
 
     Raises:
       TypeError, ValueError: ``capacity`` is not a whole number of at least 1.
+      TypeError: ``tx`` is not what ``loss_scaling`` and its shorthands give.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import optax
       >>> import optax_dls as dls
       >>> tx = dls.dynamic_loss_scaling(optax.sgd(0.1))
-      >>> history, state = dls.History(), tx.init(jnp.zeros(1))
+      >>> history, state = dls.History(tx), tx.init(jnp.zeros(1))
       >>> for grad in (1.0, jnp.inf):
       ...     _, state = tx.update(jnp.array([grad]), state)
       ...     history.append(dls.metrics(state), loss=0.5)
@@ -64,14 +67,21 @@ class History:
       array([ True, False])
     """
 
-    def __init__(self, capacity: int = 100_000) -> None:
+    def __init__(
+        self,
+        tx: optax.GradientTransformation | None = None,
+        *,
+        capacity: int = 100_000,
+    ) -> None:
         if whole_number("capacity", capacity) < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}.")
-        self._where: collections.deque[tuple[Chunk, int]] = collections.deque(
-            maxlen=capacity
-        )
-        self._next_step = 0
+        self.settings: dict[str, float] = _settings_of(tx)
         self.dropped = 0
+        self._capacity = capacity
+        self._rows: collections.deque[Row] = collections.deque(maxlen=capacity)
+        self._on_device: collections.deque[Steps] = collections.deque()
+        self._next_step = 0
+        self._lock = threading.RLock()
 
     def append(
         self,
@@ -99,25 +109,8 @@ class History:
             given twice, or a string reads as a number.
         """
         values = named_values(metrics, loss, extras)
-        for name, value in values.items():
-            if shape_of(value) == ():
-                continue
-            cure = "Reduce it to one number."
-            if name in METRICS:
-                cure = (
-                    "The members of a population have one History each: "
-                    "history.append({k: v[i] for k, v in metrics.items()}). Steps that "
-                    "lax.scan stacked go to history.extend(metrics)."
-                )
-            raise ValueError(
-                f"{name} must be a scalar of shape (), got shape {shape_of(value)}. "
-                f"{cure}"
-            )
-        step = self._next_step if step is None else whole_number("step", step)
-        on_device = {k: v for k, v in values.items() if isinstance(v, jax.Array)}
-        row: Row = {"step": step}
-        row.update((k, v) for k, v in values.items() if isinstance(v, Scalar))
-        self._append(on_device, row)
+        with self._lock:
+            self._add(one_step(values, self._number(step)))
 
     def extend(
         self,
@@ -158,42 +151,12 @@ class History:
           [3.0, 2.0, 1.0]
         """
         values = named_values(metrics, loss, extras)
-        shape = shape_of(values["loss_scale"])
-        columns: dict[str, jax.Array | np.ndarray] = {}
-        fixed: Row = {}
-        texts: dict[str, Texts] = {}
-        for name, value in values.items():
-            if isinstance(value, tuple):
-                texts[name] = value
-                continue
-            if isinstance(value, Scalar) and name not in METRICS:
-                fixed[name] = value
-                continue
-            if isinstance(value, Scalar) or value.shape != shape or len(shape) != 1:
-                raise ValueError(
-                    "The values of many steps have the shape (steps,), got "
-                    f"{shape_of(value)} for {name} and {shape} for loss_scale. One step "
-                    "goes to history.append(metrics). Of a population, give each History "
-                    "the steps of one member: {k: v[:, i] for k, v in metrics.items()}."
-                )
-            columns[name] = value
-        step = self._next_step if step is None else whole_number("step", step)
-        rows: list[Row] = [{"step": step + i, **fixed} for i in range(shape[0])]
-        for name, column in texts.items():
-            if len(column) != len(rows):
-                raise ValueError(
-                    f"{name} must have one text for each of the {len(rows)} steps, got "
-                    f"{len(column)}."
-                )
-            for row, text in zip(rows, column, strict=True):
-                if text:
-                    row[name] = text
-        if rows:
-            self._add(Chunk.of_columns(columns, rows), len(rows))
+        with self._lock:
+            self._add(many_steps(values, self._number(step), self._capacity))
 
     def __len__(self) -> int:
         """How many records are kept."""
-        return len(self._where)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Scalar]:
         """One record, as Python numbers and strings: what loggers take."""
@@ -202,26 +165,43 @@ class History:
                 "history[...] takes one index, got a slice. Write list(history)[a:b], or "
                 "slice the columns of history.arrays()."
             )
-        try:
-            chunk, i = self._where[index]
-        except IndexError:
-            raise IndexError(
-                f"There is no record {index}: the history has {len(self)}."
-            ) from None
-        return chunk.record(i)
+        with self._lock:
+            self._fetch(len(self._on_device))
+            try:
+                return dict(self._rows[index])
+            except IndexError:
+                raise IndexError(
+                    f"There is no record {index}: the history has {len(self)}."
+                ) from None
 
     def __iter__(self) -> Iterator[dict[str, Scalar]]:
         """The records, oldest first."""
-        return (chunk.record(i) for chunk, i in tuple(self._where))
+        with self._lock:
+            self._fetch(len(self._on_device))
+            rows = tuple(self._rows)
+        return map(dict, rows)
 
     def __repr__(self) -> str:
         """Size and range of steps; reads nothing from the device."""
-        steps = ""
-        if self._where:
-            ends = (self._where[0], self._where[-1])
-            first, last = (chunk.rows[i]["step"] for chunk, i in ends)
-            steps = f", steps {first} to {last}"
-        return f"History({len(self)} records{steps}, {self.dropped} dropped)"
+        with self._lock:
+            steps = ""
+            if self._rows:
+                first, last = (self._rows[i]["step"] for i in (0, -1))
+                steps = f", steps {first} to {last}"
+            return f"History({len(self)} records{steps}, {self.dropped} dropped)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything on the host, for ``pickle`` and ``copy``."""
+        with self._lock:
+            self._fetch(len(self._on_device))
+            state = dict(
+                vars(self), _rows=self._rows.copy(), settings={**self.settings}
+            )
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The records as columns, for plots and statistics.
@@ -256,17 +236,10 @@ class History:
         Args:
           path: the file. ``path`` with ``.tmp`` behind it is used on the way.
         """
-        unfinished = os.fspath(path) + ".tmp"
-        with open(unfinished, "w", encoding="utf-8") as file:
-            for record in self:
-                line = {
-                    name: str(value)
-                    if isinstance(value, float) and not math.isfinite(value)
-                    else value
-                    for name, value in record.items()
-                }
-                file.write(json.dumps(line, allow_nan=False) + "\n")
-        os.replace(unfinished, path)
+        lines: list[Mapping[str, object]] = list(self)
+        if self.settings:
+            lines.insert(0, {"settings": self.settings})
+        write_lines(path, lines)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], capacity: int = 100_000) -> "History":
@@ -283,38 +256,44 @@ class History:
         Raises:
           ValueError: a line is not a record; the message has its number.
         """
-        history = cls(capacity)
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    record = None
-                    if not line.endswith("\n"):
-                        break
-                if not is_record(record):
-                    raise ValueError(
-                        f"Line {number} of {os.fspath(path)} is not a record of a "
-                        f"training run: {line[:60]!r}. Each line is a JSON object with "
-                        f"step, {', '.join(METRICS)}; mend or remove this one."
-                    )
-                known = {k: v for k, v in record.items() if v is not None}
-                history._append(
-                    {}, {k: NOT_IN_JSON.get(v, v) for k, v in known.items()}
-                )
+        history = cls(capacity=capacity)
+        history.settings, rows = read_lines(path)
+        for row in rows:
+            history._add(Steps({}, [row], 1))
         return history
 
-    def _append(self, on_device: dict[str, jax.Array], row: Row) -> None:
-        chunk = self._where[-1][0] if self._where else Chunk()
-        if not chunk.append(on_device, row):
-            chunk = Chunk()
-            chunk.append(on_device, row)
-        self._add(chunk, 1)
+    def _number(self, step: int | None) -> int:
+        """The number of the next step."""
+        return self._next_step if step is None else whole_number("step", step)
 
-    def _add(self, chunk: Chunk, count: int) -> None:
-        """Keeps the last ``count`` rows of a chunk."""
-        end = len(chunk.rows)
+    def _add(self, steps: Steps) -> None:
+        if not steps.count:
+            return
         before = len(self)
-        self._where.extend((chunk, i) for i in range(end - count, end))
-        self.dropped += before + count - len(self)
-        self._next_step = int(chunk.rows[-1]["step"]) + 1
+        self._rows.extend(steps.rows)
+        self.dropped += before + steps.count - len(self)
+        self._next_step = int(steps.rows[-1]["step"]) + 1
+        if steps.columns:
+            self._on_device.append(steps)
+        if len(self._on_device) >= 2 * BATCH:
+            self._fetch(BATCH)
+
+    def _fetch(self, count: int) -> None:
+        """Fills in the values of the oldest steps that are not on the host yet."""
+        steps = [self._on_device.popleft() for _ in range(count)]
+        columns = jax.device_get([part.columns for part in steps])
+        for part, values in zip(steps, columns, strict=True):
+            part.fill_in(values)
+
+
+def _settings_of(tx: optax.GradientTransformation | None) -> dict[str, float]:
+    if tx is None:
+        return {}
+    rule = getattr(tx, "rule", None)
+    if rule is None:
+        raise TypeError(
+            "tx must be what loss_scaling or one of its shorthands gave, got "
+            f"{type(tx).__name__}. In a chain, pass the link with the loss scaling; or "
+            "leave it out. The number of records is History(capacity=...)."
+        )
+    return dict(rule.settings)

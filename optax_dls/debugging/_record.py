@@ -3,16 +3,17 @@
 import math
 import numbers
 from collections.abc import Mapping
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ._chunk import Scalar, plain_list
-
+Scalar = bool | int | float | str
+Row = dict[str, Scalar]
 Texts = tuple[str | None, ...]  # one for each of many steps
+Values = dict[str, jax.Array | np.ndarray | Scalar | Texts]
 
 METRICS = {
     "loss_scale": np.float32,
@@ -20,13 +21,14 @@ METRICS = {
     "consecutive_skips": np.int32,
     "total_skips": np.int32,
 }
+_LARGEST = {"step": 2**63, "consecutive_skips": 2**31, "total_skips": 2**31}
 # JSON has no such numbers. As text they stay apart from a value that is missing.
 NOT_IN_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def named_values(
     metrics: Mapping[str, ArrayLike], loss: object, extras: Mapping[str, object]
-) -> dict[str, jax.Array | np.ndarray | Scalar | Texts]:
+) -> Values:
     """All that one call gave, checked and by name; nothing is read from a device."""
     if not isinstance(metrics, Mapping) or not set(METRICS) <= set(metrics):
         got = f"the keys {list(metrics)}" if isinstance(metrics, Mapping) else metrics
@@ -79,7 +81,7 @@ def _checked(name: str, value: object) -> jax.Array | np.ndarray | Scalar | Text
         if isinstance(value, jax.Array):
             return value
         host = np.asarray(value)
-        return host if host.shape else plain_list(host)
+        return host if host.shape else plain(host)
     raise TypeError(
         f"{name} must be a real number, a bool or a string, got "
         f"{getattr(value, 'dtype', type(value).__name__)}. Log one scalar by name, e.g. "
@@ -94,6 +96,13 @@ def _checked_text(name: str, text: str) -> str:
             f"Pass float({text!r}), or another text."
         )
     return str(text)
+
+
+def plain(column: np.ndarray) -> Any:
+    """Its entries as Python numbers, exactly; of shape (), the number itself."""
+    if jnp.issubdtype(column.dtype, jnp.floating):
+        column = column.astype(np.float64)
+    return column.tolist()
 
 
 def shape_of(value: jax.Array | np.ndarray | Scalar | Texts) -> tuple[int, ...]:
@@ -111,13 +120,18 @@ def whole_number(name: str, value: object) -> int:
     return int(value)
 
 
-def is_record(record: object) -> TypeGuard[dict]:
+def is_record(record: object) -> TypeGuard[Row]:
     """Whether a line of a file has all that a record needs."""
     return (
         isinstance(record, dict)
         and {"step", *METRICS} <= set(record)
-        and isinstance(record["step"], int)
-        and all(v is None or isinstance(v, Scalar) for v in record.values())
+        and all(isinstance(value, Scalar) for value in record.values())
+        and isinstance(record["loss_scale"], int | float)
+        and isinstance(record["grads_finite"], bool)
+        and all(
+            isinstance(record[name], int) and abs(record[name]) < bound
+            for name, bound in _LARGEST.items()
+        )
     )
 
 

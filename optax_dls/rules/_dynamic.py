@@ -233,7 +233,13 @@ def dynamic(
     needs = ("last_finite",) if recovery_interval is not None or is_tolerant else ()
     if gradient_limit is not None:
         needs = (*needs, "largest_gradient")
-    return Rule(init, update, needs)
+    settings = _settings.known(
+        init_scale=init_scale,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        growth_interval=growth_interval,
+    )
+    return Rule(init, update, needs, settings)
 
 
 def _count_finite(

@@ -105,4 +105,10 @@ def gradual(
             has_overflowed=rule_state.has_overflowed | jnp.logical_not(grads_finite)
         )
 
-    return Rule(init, update)
+    settings = _settings.known(
+        init_scale=init_scale,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        growth_interval=growth_interval,
+    )
+    return Rule(init, update, settings=settings)

@@ -184,7 +184,10 @@ def log_normal(
             new_scale = _settings.clip(new_scale, min_scale, max_scale)
         return new_scale, rule_state
 
-    return Rule(init, update, ("last_finite", "largest_gradient"))
+    settings = _settings.known(
+        init_scale=init_scale, min_scale=min_scale, max_scale=max_scale
+    )
+    return Rule(init, update, ("last_finite", "largest_gradient"), settings)
 
 
 def _observe(

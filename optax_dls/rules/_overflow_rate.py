@@ -152,4 +152,10 @@ def overflow_rate(
             )
         )
 
-    return Rule(init, update)
+    settings = _settings.known(
+        init_scale=init_scale,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        growth_interval=growth_interval,
+    )
+    return Rule(init, update, settings=settings)

@@ -86,7 +86,7 @@ def retrying(rule: Rule) -> Rule:
         loss_scale, inside = rule.update(grads_finite, *before, **info_of(pending))
         return loss_scale, RetryingRuleState(jnp.zeros_like(pending), total, inside)
 
-    return Rule(init, update, rule.needs)
+    return rule._replace(init=init, update=update)
 
 
 def _in_type_of(old: jax.Array, new: ArrayLike) -> jax.Array:

@@ -1,6 +1,7 @@
 """What a rule is, and the bounds that every scale keeps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -39,6 +40,10 @@ class Rule(NamedTuple):
           unscaled gradients (of complex ones, the parts), shape () and float32, equal on all devices that share the
           scale. It costs a second reduction over the gradients.
 
+      settings: the numbers that ``init_scale``, ``min_scale``, ``max_scale`` and
+        ``growth_interval`` were given, as far as the rule has them, for a
+        :class:`History` to record. A rule works without.
+
     Example:
       A rule that halves the scale on overflow and never grows:
 
@@ -58,3 +63,4 @@ class Rule(NamedTuple):
     init: Callable[[], tuple[jax.Array, optax.OptState]]
     update: Callable[..., tuple[jax.Array, optax.OptState]]
     needs: tuple[str, ...] = ()
+    settings: Mapping[str, float] = MappingProxyType({})

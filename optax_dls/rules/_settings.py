@@ -68,6 +68,15 @@ def steps(interval: ArrayLike, largest: int = 2**31 - 1) -> Scalar:
     return jnp.clip(interval, 1, largest).astype(jnp.int32)
 
 
+def known(**settings: ArrayLike | None) -> dict[str, float]:
+    """The settings that are numbers, not arrays or tracers."""
+    return {
+        name: float(value)  # type: ignore[arg-type]
+        for name, value in settings.items()
+        if isinstance(value, numbers.Real)
+    }
+
+
 def check(
     name: str,
     value: ArrayLike,

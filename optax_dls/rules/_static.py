@@ -8,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 
 from ._rule import LARGEST_SCALE, SMALLEST_SCALE, Rule
-from ._settings import check_scale, clamp
+from ._settings import check_scale, clamp, known
 
 
 def static(scale: ArrayLike) -> Rule:
@@ -44,7 +44,11 @@ def static(scale: ArrayLike) -> Rule:
         del grads_finite, loss_scale, rule_state
         return init()
 
-    return Rule(init, update)
+    return Rule(
+        init,
+        update,
+        settings=known(init_scale=scale, min_scale=scale, max_scale=scale),
+    )
 
 
 class NoScalingState(NamedTuple):
@@ -66,4 +70,5 @@ def none() -> Rule:
     return Rule(
         lambda: (jnp.ones((), jnp.float32), NoScalingState()),
         lambda grads_finite, loss_scale, rule_state: (loss_scale, rule_state),
+        settings=known(init_scale=1.0, min_scale=1.0, max_scale=1.0),
     )

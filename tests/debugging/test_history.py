@@ -1,7 +1,10 @@
 """The record of a training run: no waiting, no repair, and nothing lost on the way."""
 
+import concurrent.futures
+import copy
 import json
 import math
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,10 @@ import pytest
 
 import optax_dls as dls
 
+TOO_MANY = (
+    '{"step": 0, "loss_scale": 1.0, "grads_finite": true, "consecutive_skips": 0, '
+    '"total_skips": 2147483648}'
+)
 CORE = ("loss_scale", "grads_finite", "consecutive_skips", "total_skips")
 
 
@@ -88,7 +95,7 @@ class TestReports:
         step(x).block_until_ready()  # compiles
         history.append(values, loss=one)
         history.append(values, loss=one)
-        with jax.transfer_guard("disallow_explicit"):
+        with jax.transfer_guard_device_to_host("disallow_explicit"):
             loss = step(x)
             history.append(values, loss=loss)
             history.append(values, loss=one)
@@ -112,9 +119,9 @@ class TestReports:
         history.extend({k: v[None] for k, v in metrics().items()})
         assert not reads
         assert history[-1]["loss_scale"] == 1024.0
-        assert len(reads) == 1 and all(leaf.shape == (1,) for leaf in reads[0])
+        assert len(reads) == 1
         list(history), history.arrays()
-        assert len(reads) == 2  # each part once
+        assert len([leaf for leaves in reads for leaf in leaves]) == 14  # each once
 
 
 class TestAppend:
@@ -216,6 +223,69 @@ class TestAppend:
         history.append(metrics(), loss=3.0)
         assert history.arrays()["loss"].tolist() == [1, 2, *range(8), 3]
 
+    def test_few_arrays_wait_on_the_device(self):
+        history, value, before = dls.History(), metrics(), len(jax.live_arrays())
+        for i in range(2000):
+            history.append(value, loss=i)
+        assert len(jax.live_arrays()) - before <= 4 * 512
+        assert history.arrays()["loss"].tolist() == list(range(2000))
+
+    def test_threads_may_append_to_one(self):
+        history, value = dls.History(), metrics()
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            for _ in range(400):
+                pool.submit(history.append, value, loss=jnp.float32(1.0))
+            for _ in range(20):
+                pool.submit(history.arrays)
+        assert history.arrays()["step"].tolist() == list(range(400))
+
+    @pytest.mark.parametrize(
+        "copied", [copy.copy, copy.deepcopy, lambda h: pickle.loads(pickle.dumps(h))]
+    )
+    def test_a_copy_goes_on_by_itself(self, copied):
+        history = dls.History(dls.static_loss_scaling(optax.sgd(0.1), 8.0), capacity=3)
+        history.append(metrics(), loss=jnp.float32(1.0))
+        other = copied(history)
+        history.append(metrics(2.0))
+        other.append(metrics(4.0))
+        assert history.arrays()["loss_scale"].tolist() == [1024.0, 2.0]
+        assert other.arrays()["loss_scale"].tolist() == [1024.0, 4.0]
+        assert other.settings == history.settings
+
+
+class TestSettings:
+    def test_those_of_the_rule_come_with_the_optimizer(self, tmp_path):
+        tx = dls.dynamic_loss_scaling(optax.sgd(0.1), min_scale=2.0, growth_interval=7)
+        history = dls.History(tx)
+        assert history.settings == {
+            "init_scale": 2.0**15,
+            "min_scale": 2.0,
+            "max_scale": 2.0**32,
+            "growth_interval": 7.0,
+        }
+        history.append(metrics())
+        history.save(tmp_path / "run.jsonl")
+        loaded = dls.History.load(tmp_path / "run.jsonl")
+        assert loaded.settings == history.settings
+        assert len(loaded) == 1
+
+    def test_a_fixed_scale_is_both_bounds(self):
+        for tx, scale in (
+            (dls.static_loss_scaling(optax.sgd(0.1), 64.0), 64.0),
+            (dls.no_loss_scaling(optax.sgd(0.1)), 1.0),
+        ):
+            settings = dls.History(tx).settings
+            assert settings["min_scale"] == settings["max_scale"] == scale
+
+    def test_arrays_are_no_settings(self):
+        tx = dls.dynamic_loss_scaling(optax.sgd(0.1), min_scale=jnp.float32(2.0))
+        assert "min_scale" not in dls.History(tx).settings
+
+    @pytest.mark.parametrize("tx", [optax.sgd(0.1), 1000])
+    def test_something_without_a_rule_is_refused(self, tx):
+        with pytest.raises(TypeError, match="tx must be what loss_scaling"):
+            dls.History(tx)
+
 
 class TestExtend:
     def test_a_scan_gives_the_same_records_as_a_loop(self):
@@ -245,6 +315,15 @@ class TestExtend:
         assert history.arrays()["step"].tolist() == [3, 4, 5]
         assert (len(history), history.dropped) == (3, 3)
 
+    def test_a_long_scan_leaves_the_last_rows(self):
+        history = dls.History(capacity=10)
+        stacked = {k: jnp.broadcast_to(v, 10**6) for k, v in metrics().items()}
+        history.extend(stacked, loss=np.arange(10**6), leaf=["w"] * 10**6)
+        assert history.arrays()["loss"].tolist() == list(range(10**6 - 10, 10**6))
+        assert history[-1]["step"] == 10**6 - 1
+        assert history[-1]["leaf"] == "w"
+        assert history.dropped == 10**6 - 10
+
     def test_arrays_of_the_host_are_copied(self):
         stacked = {k: np.asarray(v)[None] for k, v in metrics().items()}
         history, losses = dls.History(), np.array([1.0])
@@ -269,7 +348,7 @@ class TestBound:
     )
     def test_a_capacity_that_is_none(self, capacity, error):
         with pytest.raises(error, match="capacity must be"):
-            dls.History(capacity)
+            dls.History(capacity=capacity)
 
 
 class TestArrays:
@@ -340,7 +419,7 @@ class TestFile:
         history.append(metrics())
         assert history.arrays()["step"].tolist() == [2, 3, 4, 5]
 
-    @pytest.mark.parametrize("bad", ["", "{", "[]", '{"step": 1}', "null"])
+    @pytest.mark.parametrize("bad", ["", "{", "[]", '{"step": 1}', "null", TOO_MANY])
     def test_a_line_that_is_no_record_is_named(self, tmp_path, bad):
         path = tmp_path / "run.jsonl"
         train([([1.0, 0.0], 1.0)]).save(path)
