@@ -68,6 +68,12 @@ def check_state(state: LossScalingState, rule: rules.Rule) -> None:
             "loss scaling goes under a new scaler by "
             "tx.init(params)._replace(inner_state=old_state)."
         )
+    if state.scaler.loss_scale.ndim:
+        raise ValueError(
+            "state must hold one scale, got scales of shape "
+            f"{state.scaler.loss_scale.shape}. Take the step of a population under "
+            "jax.vmap: jax.vmap(tx.update)(grads, state, params)."
+        )
     _, expected = jax.eval_shape(rule.init)
     found = jax.tree.structure(state.scaler.rule_state)
     if found != jax.tree.structure(expected):  # type: ignore[operator]

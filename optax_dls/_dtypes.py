@@ -12,6 +12,16 @@ def is_inexact(leaf: ArrayLike) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
+def is_array(leaf: object) -> bool:
+    """Whether a leaf is a number or an array, and not a function or a text."""
+    return isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "dtype")
+
+
+def only_arrays(tree: optax.Params) -> optax.Params:
+    """None in the place of every other leaf, such as the functions of an Equinox model."""
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+
+
 def at_least_float32(dtype: DTypeLike) -> np.dtype:
     """float32 for every narrower float; float32, float64 and complex stay."""
     return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)

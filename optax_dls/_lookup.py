@@ -45,6 +45,11 @@ _HIDES_SCALER = {
         "the other leaves get the scaled gradient as their update",
         "masked(optimizer, mask)",
     ),
+    optax.contrib.SAMState: (
+        "contrib.sam",
+        "one overflow stays in its cache for ever",
+        "contrib.sam(optimizer, adversary)",
+    ),
     optax.PartitionState: (
         "partition",
         "one loss has one scale, but the groups would be scaled apart",

@@ -1,8 +1,10 @@
 """The scaler: what it remembers, and how a step changes it."""
 
+import contextlib
 from typing import NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import optax
 
@@ -73,6 +75,7 @@ def strongly_typed_state(state: LossScalingState) -> LossScalingState:
     return state._replace(scaler=state.scaler._replace(loss_scale=loss_scale))
 
 
+@jax.named_scope("move_scale")
 def next_scaler(
     rule: rules.Rule,
     scaler: ScalerState,
@@ -130,3 +133,21 @@ def holds_scaler(tree: object) -> bool:
             tree, is_leaf=lambda node: isinstance(node, LossScalingState)
         )
     )
+
+
+# A train step takes and returns these: jax.export has to know how to write them down.
+for _state in (
+    LossScalingState,
+    ScalerState,
+    rules.DynamicRuleState,
+    rules.GradualRuleState,
+    rules.HysteresisRuleState,
+    rules.LogNormalRuleState,
+    rules.NoScalingState,
+    rules.OverflowRateRuleState,
+    rules.RetryingRuleState,
+):
+    with contextlib.suppress(ValueError):  # where a notebook loads this module again
+        jax.export.register_namedtuple_serialization(
+            _state, serialized_name=f"optax_dls.{_state.__name__}"
+        )

@@ -31,8 +31,8 @@ def keep_types(
     devices, while the old one was not.
 
     Raises:
-      ValueError: ``source``, which made the new state, changed its structure, or made it
-        differ between devices.
+      ValueError: ``source``, which made the new state, changed its structure or a shape,
+        or made it differ between devices.
     """
     if jax.tree.structure(new) != jax.tree.structure(old):  # type: ignore[operator]
         raise ValueError(
@@ -44,7 +44,9 @@ def keep_types(
         path: jax.tree_util.KeyPath, new_leaf: ArrayLike, old_leaf: jax.Array
     ) -> jax.Array:
         array = strongly_typed(new_leaf)
-        _check_varies_no_further(array, old_leaf, source, jax.tree_util.keystr(path))
+        where = source, jax.tree_util.keystr(path)
+        _check_shape(array, old_leaf, *where, cure)
+        _check_varies_no_further(array, old_leaf, *where)
         if array.dtype != old_leaf.dtype:
             array = array.astype(old_leaf.dtype)
         sharding = jax.typeof(old_leaf).sharding
@@ -70,6 +72,22 @@ def zeros_of_type(like: jax.ShapeDtypeStruct) -> jax.Array:
     # In a partly manual region, whose axis types zeros_like does not take over.
     array, axes = jnp.zeros(like.shape, like.dtype), varying_axes(like)
     return to_varying(array, axes) if axes else array
+
+
+def no_update(like: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
+    """-0.0, which added to a parameter changes no bit of it: -0.0 + 0.0 would be 0.0."""
+    zeros = jnp.zeros_like(like) if isinstance(like, jax.Array) else zeros_of_type(like)
+    return -zeros if jnp.issubdtype(like.dtype, jnp.inexact) else zeros
+
+
+def _check_shape(
+    new: jax.Array, old: jax.Array, source: str, path: str, cure: str
+) -> None:
+    if new.shape != old.shape:
+        raise ValueError(
+            f"{source} must return a state of the shapes that it got, but its state{path} "
+            f"was {jax.typeof(old)} and is {jax.typeof(new)}. {cure}"
+        )
 
 
 def _check_varies_no_further(

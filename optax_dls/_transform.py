@@ -1,18 +1,18 @@
 """The wrapper: unscale, check, apply or skip, and move the scale, in one lax.cond."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.typing import ArrayLike
 
 from . import _checks, rules
 from ._devices import AxisName, agree, largest_on_all_devices
-from ._dtypes import cast_to_float32
+from ._dtypes import cast_to_float32, only_arrays
 from ._finite import all_finite, largest_finite
+from ._outside_jit import compiled_outside_jit
 from ._scaler_state import (
     LossScalingState,
     StepInfo,
@@ -23,11 +23,11 @@ from ._scaler_state import (
 )
 from ._stable_types import (
     keep_types,
+    no_update,
     strongly_typed_copy,
     tree_where,
-    zeros_of_type,
 )
-from ._unscale import align, unscale
+from ._unscale import Mask, align, scaled_only, unscale
 
 
 class LossScaling(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -42,6 +42,7 @@ def loss_scaling(
     *,
     check_updates: bool = False,
     axis_name: AxisName | None = None,
+    mask: Mask | None = None,
 ) -> LossScaling:
     r"""Wraps an optimizer so that it takes scaled gradients and skips overflows.
 
@@ -70,15 +71,23 @@ def loss_scaling(
       axis_name: further mapped axes whose devices have to agree on a skip. Without
         it they agree over every mesh or ``pmap`` axis they share the scale on; ``()``
         turns agreement off, for members of a population that each have a scaler.
+      mask: which gradients are scaled and checked: a tree of bools like the parameters (or
+        its upper part), or a function that makes one of them, as in ``optax.masked``.
+        Where it is False a gradient reaches ``inner`` as it came: that of a frozen
+        parameter that may be inf, or state that travels as a gradient. Without it all
+        are, but for Flax's collection ``_overwrite_with_gradient``.
 
     Returns:
       A transformation with state :class:`LossScalingState`. Its ``update`` takes the
       gradients of the scaled loss and gives unscaled updates, in float32 for
-      half-precision parameters. It compiles itself where it is called outside of
-      ``jit``, so ``inner`` and ``rule`` have to be pure functions. It passes extra
-      arguments on to ``inner``; if
-      ``value`` (the true loss) is among them and is not finite, the step is skipped
-      and the scale stays, since scaling cannot have caused that.
+      half-precision parameters; on a skipped step they are -0.0, which leaves every bit
+      of a parameter as it is. It compiles itself where it is called outside of ``jit``,
+      so ``inner`` and ``rule`` have to be pure functions.
+
+      Extra arguments reach ``inner``. If ``value`` (the true loss) is among them and is
+      not finite, the step is skipped and the scale stays, since scaling cannot have
+      caused that. If ``grad`` is (the gradients once more, as line searches take them),
+      it is unscaled as they are.
 
     Raises:
       TypeError: an argument is of the wrong kind.
@@ -96,7 +105,7 @@ def loss_scaling(
       Array([-1., -2.], dtype=float32)
       >>> updates, state = tx.update(jnp.array([8.0, jnp.inf]), state, params)
       >>> updates, int(state.scaler.total_skips)
-      (Array([0., 0.], dtype=float32), 1)
+      (Array([-0., -0.], dtype=float32), 1)
 
     References:
       Micikevicius et al., `Mixed Precision Training
@@ -109,7 +118,7 @@ def loss_scaling(
 
     def init(params: optax.Params) -> LossScalingState:
         state = LossScalingState(
-            first_scaler(rule), inner.init(cast_to_float32(params))
+            first_scaler(rule), inner.init(cast_to_float32(only_arrays(params)))
         )
         _checks.check_one_scaler(state)
         # Several optimizers alias the parameters or a constant in their state, and
@@ -123,27 +132,32 @@ def loss_scaling(
         **extra_args: ArrayLike | Callable,
     ) -> tuple[optax.Updates, LossScalingState]:
         _checks.check_state(state, rule)
-        grads, dtypes = align(grads, params)
+        grads, dtypes = align(grads, params, mask)
         _checks.check_inner_state(state.inner_state, inner, params)
         state = strongly_typed_state(state)
 
         scale = state.scaler.loss_scale
-        unscaled = unscale(grads, scale, dtypes)
-        value = _checks.checked_value(extra_args.get("value"))
-        flags = [all_finite(unscaled), all_finite(value)]
-        grads_finite, value_finite = agree(flags, scale, axis_name)
-        largest = None
-        if "largest_gradient" in rule.needs:
-            largest = largest_on_all_devices(largest_finite(unscaled), scale, axis_name)
+        with jax.named_scope("check_finite"):
+            checked = scaled_only(unscale(grads, scale, dtypes), dtypes)
+            value = _checks.checked_value(extra_args.get("value"))
+            flags = [all_finite(checked), all_finite(value)]
+            grads_finite, value_finite = agree(flags, scale, axis_name)
+            largest = None
+            if "largest_gradient" in rule.needs:
+                largest = largest_finite(checked)
+                largest = largest_on_all_devices(largest, scale, axis_name)
         step = StepInfo(grads_finite, largest)
 
+        @jax.named_scope("applied_step")
         def applied(
             grads: optax.Updates, state: LossScalingState, params: optax.Params | None
         ) -> tuple[optax.Updates, LossScalingState]:
             # Unscaled here: before the cond it would write out every gradient.
-            grads = unscale(grads, state.scaler.loss_scale, dtypes)
+            with jax.named_scope("unscale"):
+                grads = unscale(grads, state.scaler.loss_scale, dtypes)
+                unscaled_args = _with_unscaled_grad(extra_args, params, scale, mask)
             updates, inner_state = inner.update(
-                grads, state.inner_state, cast_to_float32(params), **extra_args
+                grads, state.inner_state, cast_to_float32(params), **unscaled_args
             )
             inner_state = keep_types(
                 inner_state, state.inner_state, "inner.update", _NONE_AMONG_GRADS
@@ -151,12 +165,12 @@ def loss_scaling(
             ok = jnp.array(True)
             if check_updates:
                 (ok,) = agree([all_finite(updates)], scale, axis_name)
-                zeros = jax.tree.map(jnp.zeros_like, updates)
-                updates = tree_where(ok, updates, zeros)
+                updates = tree_where(ok, updates, jax.tree.map(no_update, updates))
                 inner_state = tree_where(ok, inner_state, state.inner_state)
             scaler = next_scaler(rule, state.scaler, step, applied=ok, updates_rule=ok)
             return updates, LossScalingState(scaler, inner_state)
 
+        @jax.named_scope("skipped_step")
         def skipped(
             grads: optax.Updates, state: LossScalingState, params: optax.Params | None
         ) -> tuple[optax.Updates, LossScalingState]:
@@ -164,8 +178,8 @@ def loss_scaling(
             scaler = next_scaler(
                 rule, state.scaler, step, applied=no, updates_rule=value_finite
             )
-            zeros = jax.tree.map(zeros_of_type, updates_type)
-            return zeros, state._replace(scaler=scaler)
+            updates = jax.tree.map(no_update, updates_type)
+            return updates, state._replace(scaler=scaler)
 
         # As operands, since closed-over arrays lose their sharding on explicit meshes.
         operands = (grads, state, params)
@@ -175,13 +189,27 @@ def loss_scaling(
         # comes first in its program, which is the false one.
         return lax.cond(grads_finite & value_finite, applied, skipped, *operands)
 
-    return _with_rule(rule, init, _compiled_outside_jit(update))
+    return _with_rule(rule, init, compiled_outside_jit(update))
 
 
 _NONE_AMONG_GRADS = (
     "If a gradient is None, this optimizer cannot skip that parameter: leave it out with "
     "optax.partition or optax.masked inside the wrapper."
 )
+
+
+def _with_unscaled_grad(
+    extra_args: Mapping[str, ArrayLike | Callable],
+    params: optax.Params | None,
+    loss_scale: jax.Array,
+    mask: Mask | None,
+) -> dict[str, ArrayLike | Callable]:
+    """The extra arguments; ``grad``, if it is among them, is the gradients once more."""
+    extra_args = dict(extra_args)
+    if extra_args.get("grad") is not None:
+        grad, dtypes = align(extra_args["grad"], params, mask)
+        extra_args["grad"] = unscale(grad, loss_scale, dtypes)
+    return extra_args
 
 
 def _without_scaling(
@@ -218,33 +246,3 @@ def _with_rule(
     tx = LossScaling(init, update)
     tx.rule = rule
     return tx
-
-
-def _compiled_outside_jit(
-    update: optax.TransformUpdateExtraArgsFn,
-) -> optax.TransformUpdateExtraArgsFn:
-    """``update``, compiled once where it is called outside of ``jit``.
-
-    An un-jitted conditional would be compiled anew on each call. Under a trace a program
-    of ours would be wrong: it remembers what the optimizer did in another trace.
-    """
-    jitted_update = jax.jit(update)
-
-    def call(
-        grads: optax.Updates,
-        state: LossScalingState,
-        params: optax.Params | None = None,
-        **extra_args: ArrayLike | Callable,
-    ) -> tuple[optax.Updates, LossScalingState]:
-        is_traced = any(
-            isinstance(leaf, jax.core.Tracer)
-            for leaf in jax.tree.leaves((grads, state, params, extra_args))
-        )
-        extras_are_arrays = all(  # functions and flags cannot go through jit
-            isinstance(extra, jax.Array | np.ndarray | np.floating | float)
-            for extra in extra_args.values()
-        )
-        chosen = jitted_update if extras_are_arrays and not is_traced else update
-        return chosen(grads, state, params, **extra_args)
-
-    return call

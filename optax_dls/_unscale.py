@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,23 +13,37 @@ from jax.typing import ArrayLike
 
 from ._dtypes import at_least_float32, is_inexact
 
+Mask: TypeAlias = optax.Params | Callable[[optax.Params], optax.Params]
+
 
 def unscaled_dtypes(grads: optax.Updates) -> optax.Updates:
     """The dtypes of the unscaled gradients; None for a leaf that passes through."""
-    return jax.tree.map(
-        lambda g: at_least_float32(jnp.result_type(g)) if is_inexact(g) else None, grads
-    )
+
+    def unscaled_dtype(path: jax.tree_util.KeyPath, g: ArrayLike) -> np.dtype | None:
+        if not is_inexact(g) or overwrites_with_gradient(path):
+            return None
+        return at_least_float32(jnp.result_type(g))
+
+    return jax.tree_util.tree_map_with_path(unscaled_dtype, grads)
+
+
+def overwrites_with_gradient(path: jax.tree_util.KeyPath) -> bool:
+    """Whether a leaf is new state that travels as a gradient, as Flax's float8 layers do it.
+
+    It does not grow with the loss, so it is neither unscaled nor checked.
+    """
+    return any(getattr(key, "key", None) == "_overwrite_with_gradient" for key in path)
 
 
 def align(
-    grads: optax.Updates, params: optax.Params | None
+    grads: optax.Updates, params: optax.Params | None, mask: Mask | None = None
 ) -> tuple[optax.Updates, optax.Updates]:
     """Checks gradients against their parameters, leaf by leaf.
 
     Returns:
       The gradients as arrays, with zeros of the parameter's dtype for float0; and the
       dtypes in which the inner optimizer receives them: at least float32, that of the
-      parameter where there is one.
+      parameter where there is one. None stands for a leaf that passes through.
 
     Raises:
       ValueError: the trees differ other than by a None among the gradients.
@@ -43,7 +59,16 @@ def align(
     dtypes = jax.tree_util.tree_map_with_path(
         _unscaled_dtype, arrays, params, is_leaf=_is_none
     )
-    return arrays, dtypes
+    if mask is None:
+        return arrays, dtypes
+    return arrays, _masked(dtypes, mask(params) if callable(mask) else mask)
+
+
+def scaled_only(grads: optax.Updates, dtypes: optax.Updates) -> optax.Updates:
+    """The gradients that are scaled and checked, and None in the place of the others."""
+    return jax.tree.map(
+        lambda g, dtype: None if dtype is None else g, grads, dtypes, is_leaf=_is_none
+    )
 
 
 def unscale(
@@ -89,7 +114,7 @@ def _unscaled_dtype(
     path: jax.tree_util.KeyPath, g: jax.Array | None, p: ArrayLike
 ) -> np.dtype | None:
     """The dtype in which the inner optimizer receives a gradient; None: as it is."""
-    if g is None or not is_inexact(g):
+    if g is None or not is_inexact(g) or overwrites_with_gradient(path):
         return None
     dtype = at_least_float32(jnp.result_type(p if is_inexact(p) else g))
     if jnp.iscomplexobj(g) and not jnp.issubdtype(dtype, jnp.complexfloating):
@@ -99,6 +124,21 @@ def _unscaled_dtype(
             "Differentiate a real loss, or take the real part."
         )
     return dtype
+
+
+def _masked(dtypes: optax.Updates, mask: optax.Params) -> optax.Updates:
+    """The dtypes where ``mask``, a tree or the upper part of one, is true; else None."""
+
+    def mask_part(flag: bool, part: optax.Updates) -> optax.Updates:
+        return part if flag else jax.tree.map(lambda _: None, part)
+
+    try:
+        return jax.tree.map(mask_part, mask, dtypes)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            "mask must be a tree of bools like the parameters (or its upper part), or a "
+            f"function of them that gives one, got {mask!r}: {error}"
+        ) from error
 
 
 def _check_structure(grads: optax.Updates, params: optax.Params) -> None:

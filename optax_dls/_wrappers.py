@@ -6,6 +6,7 @@ from jax.typing import ArrayLike
 from . import rules
 from ._devices import AxisName
 from ._transform import loss_scaling
+from ._unscale import Mask
 from .rules._rule import (
     DEFAULT_GROWTH_INTERVAL,
     DEFAULT_INIT_SCALE,
@@ -30,6 +31,7 @@ def dynamic_loss_scaling(
     gradient_limit: ArrayLike | None = None,
     check_updates: bool = False,
     axis_name: AxisName | None = None,
+    mask: Mask | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer for float16 training: the scale finds its own size.
 
@@ -55,6 +57,7 @@ def dynamic_loss_scaling(
       gradient_limit: no growth that would lift the largest gradient above it.
       check_updates: see :func:`loss_scaling`.
       axis_name: see :func:`loss_scaling`.
+      mask: see :func:`loss_scaling`.
 
     Returns:
       A transformation with state :class:`LossScalingState`.
@@ -94,7 +97,9 @@ def dynamic_loss_scaling(
         hysteresis_refill=hysteresis_refill,
         gradient_limit=gradient_limit,
     )
-    return loss_scaling(inner, rule, check_updates=check_updates, axis_name=axis_name)
+    return loss_scaling(
+        inner, rule, check_updates=check_updates, axis_name=axis_name, mask=mask
+    )
 
 
 def static_loss_scaling(
@@ -103,6 +108,7 @@ def static_loss_scaling(
     *,
     check_updates: bool = False,
     axis_name: AxisName | None = None,
+    mask: Mask | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer with a fixed scale; overflowing steps are still skipped.
 
@@ -113,6 +119,7 @@ def static_loss_scaling(
       scale: the factor itself, not its exponent. A power of two is exact.
       check_updates: see :func:`loss_scaling`.
       axis_name: see :func:`loss_scaling`.
+      mask: see :func:`loss_scaling`.
 
     Returns:
       A transformation with state :class:`LossScalingState`.
@@ -131,7 +138,9 @@ def static_loss_scaling(
       48.0
     """
     rule = rules.static(scale)
-    return loss_scaling(inner, rule, check_updates=check_updates, axis_name=axis_name)
+    return loss_scaling(
+        inner, rule, check_updates=check_updates, axis_name=axis_name, mask=mask
+    )
 
 
 def no_loss_scaling(
