@@ -14,6 +14,8 @@ from ._lookup import loss_scale as loss_scale
 from ._lookup import metrics as metrics
 from ._lookup import rollback_if_skipped as rollback_if_skipped
 from ._lookup import scaler_state as scaler_state
+from ._master_weights import MasterWeightsState as MasterWeightsState
+from ._master_weights import master_weights as master_weights
 from ._scaler_state import LossScalingState as LossScalingState
 from ._scaler_state import ScalerState as ScalerState
 from ._transform import loss_scaling as loss_scaling
@@ -40,6 +42,7 @@ __all__ = (
     "History",
     "LossScaleStalledError",
     "LossScalingState",
+    "MasterWeightsState",
     "Nonfinite",
     "ScaleSearch",
     "ScalerState",
@@ -53,6 +56,7 @@ __all__ = (
     "locate_nonfinite",
     "loss_scale",
     "loss_scaling",
+    "master_weights",
     "metrics",
     "no_loss_scaling",
     "profiles",
