@@ -79,12 +79,12 @@ def train(
 
 
 def alignment(a: Params, b: Params, layers: slice) -> float:
-    """The cosine between the ways that some layers went in two runs."""
+    """The cosine similarity of the total change of some layers in two runs."""
 
-    def way(params: Params) -> np.ndarray:
+    def change(params: Params) -> np.ndarray:
         return np.ravel((params[0] - start_params()[0])[:LAYERS][layers])
 
-    x, y = way(a), way(b)
+    x, y = change(a), change(b)
     length = np.linalg.norm(x) * np.linalg.norm(y)
     return float(x @ y / length) if length else 0.0
 
@@ -113,7 +113,7 @@ def runs() -> dict[str, tuple[Params, np.ndarray, int]]:
 def main() -> None:
     results = runs()
     reference = results["float32"][0]
-    print("| layers | " + " | ".join(f"{name}: zeros, way" for name in results) + " |")
+    print("| layers | " + " | ".join(f"{name}: zeros, cosine" for name in results) + " |")
     print("| --- |" + " --- |" * len(results))
     for name, layers in GROUPS.items():
         cells = [
