@@ -113,7 +113,9 @@ def runs() -> dict[str, tuple[Params, np.ndarray, int]]:
 def main() -> None:
     results = runs()
     reference = results["float32"][0]
-    print("| layers | " + " | ".join(f"{name}: zeros, cosine" for name in results) + " |")
+    print(
+        "| layers | " + " | ".join(f"{name}: zeros, cosine" for name in results) + " |"
+    )
     print("| --- |" + " --- |" * len(results))
     for name, layers in GROUPS.items():
         cells = [
