@@ -1,54 +1,13 @@
-"""Rules that move the scale exactly as other systems do, off-by-ones included.
-
-Each takes the arguments of its system, under their own names and with their defaults, and
-gives a :class:`~optax_dls.rules.Rule`:
-
-    tx = loss_scaling(optax.adamw(3e-4), profiles.torch(init_scale=2.0**12))
-
-The scales are those of the system bit for bit (where it computes in float32, or its factors
-are powers of two), as recordings of them show: ``tests/test_profiles.py`` prints the table.
-Three things differ, since nobody wants them: a scale that leaves [2**-100, 2**126], on its
-way to 0 or inf, stops there; a step whose gradients are not finite is always skipped; and
-gradients are always unscaled with the scale that multiplied their loss. Where a system
-raises an error at its floor, the scale stays there, see ``raise_if_stalled``.
-"""
+"""The rules of other systems, built from ours."""
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from . import rules
-from .rules import _settings
-from .rules._rule import LARGEST_SCALE, SMALLEST_SCALE
-
-__all__ = (
-    "apex_amp",
-    "apex_fp16_utils",
-    "apex_hysteresis",
-    "chainer",
-    "colossalai",
-    "deepspeed",
-    "fairseq",
-    "flax",
-    "jamp",
-    "jaxamp",
-    "jmp",
-    "keras",
-    "megatron",
-    "metaseq",
-    "mindspore",
-    "mindspore_manager",
-    "mpx",
-    "openseq2seq_backoff",
-    "openseq2seq_logmax",
-    "optax_apply_if_finite",
-    "paddle",
-    "paddle_static",
-    "tensorflow",
-    "tf_keras",
-    "torch",
-)
+from .. import rules
+from ..rules import _settings
+from ..rules._rule import LARGEST_SCALE, SMALLEST_SCALE
 
 
 def torch(
