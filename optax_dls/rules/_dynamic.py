@@ -20,7 +20,7 @@ from ._rule import (
     Rule,
 )
 
-# A count of steps further down would wrap around one day.
+# The count of a recovery stops here, so that it never wraps around int32.
 LOWEST_COUNT = -(2**30)
 
 
@@ -28,9 +28,9 @@ class DynamicRuleState(NamedTuple):
     """State of :func:`dynamic`.
 
     Attributes:
-      growth_count: finite steps since the last growth or overflow. Below zero the
-        scale is recovering: so many finite steps until it is back where the first
-        overflow of a streak left it.
+      growth_count: finite steps since the last growth or overflow. A negative count
+        means that the scale is recovering: after that many finite steps it is back
+        where the first overflow of the streak left it.
     """
 
     growth_count: jax.Array  # shape=(), dtype=int32
@@ -66,48 +66,49 @@ def dynamic(
 
     where clip keeps the scale in [min_scale, max_scale].
 
-    After several overflows in a row N is ``recovery_interval`` until the scale is back
-    at :math:`S \cdot \text{backoff\_factor}`, where S is the scale that the first of them
-    met: a burst of bad batches does not cost a thousand steps with a scale too low. An
-    overflow on the way ends the recovery there. So it is TCP's slow start; after a single
-    overflow nothing differs. (The way back is kept as a number of steps, rounded down where
-    ``growth_factor`` does not undo ``backoff_factor``.)
+    Several overflows in a row are a streak, often a burst of bad batches. After a streak
+    the scale recovers, as in TCP's slow start: it grows every ``recovery_interval`` finite
+    steps until it is back where the first overflow of the streak left it. From there on
+    N is the growth interval again. An overflow during the recovery ends it. A single
+    overflow is no streak, and nothing recovers. Where ``growth_factor`` and
+    ``backoff_factor`` do not undo each other, the recovery ends a little below its goal.
 
     Args:
       init_scale: the first scale. 2**15 is the largest power of two that float16
-        holds; a start too high costs one skipped step for each halving.
+        holds. A start that is too high costs one skipped step for each halving.
       growth_factor: at least 1 (1 never grows). 2 keeps the scale a power of two,
         so that scaling and unscaling are exact.
       backoff_factor: between 0 and 1, both excluded. 0.5, for the same reason.
-      growth_interval: N, a whole number of at least 1. In the steady state each
-        probe of a larger scale costs one step in N + 1: 0.05 % at 2000.
-      recovery_interval: N while the scale recovers, a whole number of at least 1, and no
-        more than ``growth_interval`` in effect; None for the rule without recovery.
-        ``benchmarks/rules.py`` shows what 10 gains.
-      min_scale: the floor. 2**-14 still lets a loss far above the range of float16
-        through, and is 14 growths away from 1.
+      growth_interval: N, a whole number of at least 1. In the steady state every
+        growth leads to an overflow, so one step in N + 1 is skipped: 0.05 % at 2000.
+      recovery_interval: the growth interval while the scale recovers, a whole number of
+        at least 1. ``growth_interval`` is used where it is shorter. None turns recovery
+        off. ``benchmarks/rules.py`` shows what the default of 10 gains.
+      min_scale: the floor. A scale of 2**-14 still fits a loss far above the range of
+        float16, and it is 14 growths away from 1.
       max_scale: the ceiling. A loss of order one overflows float16 long before 2**32,
-        and float32 is far from its end there; a loss of tiny weight may use more.
-      hysteresis: the scale backs off only at this many overflows, a whole number of at
-        least 1, each of which is skipped all the same. None is 1.
-      hysteresis_refill: what makes the tolerance whole again: ``"growth"`` of the scale
-        alone (as in Megatron), every ``"finite"`` step (apex), or every finite step and
-        every ``"backoff"`` (Paddle: each so-and-so-many-th overflow in a row).
-      gradient_limit: no growth at a step whose largest gradient, at the larger scale,
-        would be above it: 65504 where gradients are computed in float16. The interval then
-        starts anew. The rule asks for ``largest_gradient``. Off by default: it costs a
-        second read of the gradients to save one step in N + 1.
+        and 2**32 is far from the end of float32. A loss of tiny weight may need more.
+      hysteresis: how many overflows it takes until the scale backs off, a whole number
+        of at least 1. Each of them is skipped all the same. None means 1.
+      hysteresis_refill: what restores the number of overflows left. ``"growth"``: only
+        a growth of the scale (as in Megatron). ``"finite"``: every finite step (apex).
+        ``"backoff"``: every finite step and every backoff (Paddle), so the scale backs
+        off at each n-th overflow in a row.
+      gradient_limit: the largest magnitude that gradients can hold, 65504 where they are
+        computed in float16. The scale does not grow where it would take the largest
+        gradient of the step above the limit; a new interval begins instead. This saves
+        at most one step in N + 1. It needs ``largest_gradient``, which is a second read
+        of the gradients, so the default is None: no limit.
 
-    Arrays and tracers are taken as they come (this is how
-    ``optax.inject_hyperparams`` passes them) and are clamped to the legal range
-    where they are used, because a traced value cannot be compared in Python. A
-    ``max_scale`` or ``init_scale`` array that is not finite stands for the default:
-    float16 cannot hold it.
+    Settings may be arrays or tracers, as ``optax.inject_hyperparams`` passes them. A
+    traced value cannot be compared in Python, so arrays are not checked but clamped to the
+    legal range where they are used. A ``max_scale`` or ``init_scale`` array that is not
+    finite is replaced by the default, since float16 cannot hold a large scale.
 
     Returns:
       A :class:`Rule` whose state is a :class:`DynamicRuleState`, or a
-      :class:`HysteresisRuleState` where ``hysteresis`` is an array or above 1. Called
-      without ``last_finite``, its ``update`` takes each overflow for a single one.
+      :class:`HysteresisRuleState` where ``hysteresis`` is an array or above 1. If
+      ``update`` is called without ``last_finite``, no overflow belongs to a streak.
 
     Raises:
       TypeError: an argument is not a real number (bool is not), or a number of steps or
@@ -156,8 +157,8 @@ def dynamic(
         )
     if gradient_limit is not None:
         _settings.check_gradient_limit(gradient_limit)
-    tolerance: ArrayLike = 1 if hysteresis is None else hysteresis
-    is_tolerant = not (isinstance(tolerance, numbers.Integral) and tolerance == 1)
+    allowed: ArrayLike = 1 if hysteresis is None else hysteresis
+    has_hysteresis = not (isinstance(allowed, numbers.Integral) and allowed == 1)
 
     def clip(loss_scale: ArrayLike) -> jax.Array:
         return _settings.clip(loss_scale, min_scale, max_scale)
@@ -171,10 +172,10 @@ def dynamic(
     def init() -> tuple[jax.Array, optax.OptState]:
         first_scale = _settings.first_scale(init_scale, min_scale, max_scale)
         count = jnp.zeros((), jnp.int32)
-        if not is_tolerant:
+        if not has_hysteresis:
             return first_scale, DynamicRuleState(growth_count=count)
         return first_scale, HysteresisRuleState(
-            count, jnp.asarray(_settings.steps(tolerance))
+            count, jnp.asarray(_settings.steps(allowed))
         )
 
     def update(
@@ -191,10 +192,10 @@ def dynamic(
         grown, backed_off = loss_scale * growth, clip(loss_scale * backoff)
 
         count = rule_state.growth_count
-        # A count above 0 is of a finite step, also where a step came between them of which
-        # the rule was not told.
+        # last_finite speaks of the previous step even if its loss was not finite, and the
+        # rule was not updated then. A count above 0 follows a finite step all the same.
         was_finite = jnp.asarray(last_finite) | (count > 0)
-        if recovery is None:  # that of a state which was recovering under another rule
+        if recovery is None:  # a restored state may have been recovering
             count = jnp.maximum(count, 0)
         fits: ArrayLike = True
         if gradient_limit is not None:
@@ -204,9 +205,9 @@ def dynamic(
             count, interval, recovery, last_finite=was_finite, fits=fits
         )
         backs_off, is_first = jnp.array(True), was_finite
-        if is_tolerant:
+        if has_hysteresis:
             left, backs_off, is_first = _hysteresis.count_overflow(
-                rule_state.overflows_left, tolerance, hysteresis_refill, was_finite
+                rule_state.overflows_left, allowed, hysteresis_refill, was_finite
             )
         streak_count = jnp.where(was_finite, 0, jnp.minimum(count, 0))
         if recovery is not None:
@@ -220,17 +221,17 @@ def dynamic(
             jnp.where(backs_off, backed_off, loss_scale),
         )
         new_count = jnp.where(grads_finite, finite_count, streak_count)
-        if not is_tolerant:
+        if not has_hysteresis:
             return clip(new_scale), DynamicRuleState(growth_count=new_count)
         refilled = _hysteresis.count_finite(
-            rule_state.overflows_left, tolerance, hysteresis_refill, grows
+            rule_state.overflows_left, allowed, hysteresis_refill, grows
         )
         return clip(new_scale), HysteresisRuleState(
             growth_count=new_count,
             overflows_left=jnp.where(grads_finite, refilled, left),
         )
 
-    needs = ("last_finite",) if recovery_interval is not None or is_tolerant else ()
+    needs = ("last_finite",) if recovery_interval is not None or has_hysteresis else ()
     if gradient_limit is not None:
         needs = (*needs, "largest_gradient")
     settings = _settings.known(
@@ -252,16 +253,16 @@ def _count_finite(
 ) -> tuple[jax.Array, jax.Array]:
     """Whether the scale grows at a finite step, and the count after it."""
     if recovery is not None:
-        # At the end of a streak, whole intervals, and none that would lead too far.
-        whole = jnp.minimum(count + (-count) % recovery, 0)
+        # A streak ends here. A part of an interval would lead above the goal: drop it.
+        whole = count + (-count) % recovery
         count = jnp.where(last_finite, count, whole)
     # Compare before counting, so that no interval can overflow the counter.
     is_due = count >= interval - 1
     if recovery is not None:
         is_due = jnp.where(count < 0, (count + 1) % recovery == 0, is_due)
     grows = is_due & fits
-    # Where it does not fit, a recovery ends, and the interval starts anew: to ask at every
-    # step would be to wait for the luckiest.
+    # A gradient that does not fit ends a recovery, too. Trying again at the next step would
+    # only wait for an unusually small gradient.
     restarts = is_due & ((count >= 0) | ~grows)
     return grows, jnp.where(restarts, 0, count + 1)
 
@@ -272,12 +273,12 @@ def _steps_back(
     growth_factor: _settings.Scalar,
     recovery: jax.Array,
 ) -> jax.Array:
-    """Finite steps that a recovering scale takes from ``low`` to ``high``."""
+    """How many finite steps a recovering scale needs from ``low`` to ``high``."""
     never_grows = growth_factor <= 1
     log2_growth = jnp.log2(jnp.where(never_grows, 2.0, growth_factor))
     growths = jnp.where(never_grows, 0.0, jnp.log2(high / low) / log2_growth)
     whole = jnp.round(growths)
-    # The logarithms are a few roundings off.
+    # The logarithms round: 2.9999 growths are meant to be 3.
     growths = jnp.where(jnp.abs(growths - whole) < 1e-3, whole, growths)
     steps = growths * recovery.astype(jnp.float32)
     return jnp.minimum(steps, -LOWEST_COUNT).astype(jnp.int32)

@@ -48,15 +48,15 @@ def gradual(
         \text{growth\_factor}^{1/N} & \text{finite otherwise}
       \end{cases})
 
-    So it grows as fast as :func:`dynamic` does, in N smaller steps. Such scales are no
-    powers of two, and unscaling then rounds: prefer :func:`dynamic` where you can choose.
+    It grows as fast as :func:`dynamic`, but in N smaller steps. Its scales are no powers
+    of two, so unscaling rounds. Prefer :func:`dynamic` where you can choose.
 
     Args:
-      init_scale: 1, from where the first steps find the height in a few doublings.
+      init_scale: the first scale. It may be low, since the first steps double it.
       growth_factor: at least 1.
       backoff_factor: between 0 and 1.
-      growth_interval: N, a whole number from 1 to 100 000: the growth of a longer one is
-        lost to the rounding of float32.
+      growth_interval: N, a whole number from 1 to 100 000. With a longer one float32
+        would round the growth of a step away.
       min_scale: the floor.
       max_scale: the ceiling.
 

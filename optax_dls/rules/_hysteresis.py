@@ -1,4 +1,4 @@
-"""Hysteresis: so many overflows before the scale backs off."""
+"""Hysteresis: the scale backs off only after several overflows."""
 
 from typing import Literal, NamedTuple
 
@@ -16,9 +16,9 @@ class HysteresisRuleState(NamedTuple):
 
     Attributes:
       growth_count: as in :class:`DynamicRuleState`.
-      overflows_left: overflows until the scale backs off, ``hysteresis`` when whole. At
-        0 and below the tolerance is spent: every overflow backs off, or, with the refill
-        ``"backoff"``, each at a multiple of ``hysteresis``.
+      overflows_left: how many overflows it takes until the scale backs off, at first
+        ``hysteresis``. At 0 and below every overflow backs off. With the refill
+        ``"backoff"`` only every ``hysteresis``-th does, where this is a multiple of it.
     """
 
     growth_count: jax.Array  # shape=(), dtype=int32
@@ -28,7 +28,12 @@ class HysteresisRuleState(NamedTuple):
 def count_overflow(
     left: jax.Array, hysteresis: ArrayLike, refill: Refill, last_finite: ArrayLike
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What is left, whether to back off, and whether that is the streak's first time."""
+    """Counts an overflow.
+
+    Returns:
+      The overflows left, whether the scale backs off, and whether this is the first
+      overflow of its streak that may do so.
+    """
     left = jnp.maximum(left - 1, -(2**30))  # so that it never wraps around
     is_first = jnp.asarray(last_finite) | (left == 0)
     if refill == "backoff":
@@ -39,6 +44,6 @@ def count_overflow(
 def count_finite(
     left: jax.Array, hysteresis: ArrayLike, refill: Refill, grows: jax.Array
 ) -> jax.Array:
-    """What is left after a finite step."""
-    whole = jnp.asarray(_settings.steps(hysteresis))
-    return jnp.where(grows, whole, left) if refill == "growth" else whole
+    """The overflows left after a finite step."""
+    full = jnp.asarray(_settings.steps(hysteresis))
+    return jnp.where(grows, full, left) if refill == "growth" else full

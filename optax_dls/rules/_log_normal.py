@@ -1,4 +1,4 @@
-"""A rule that knows how large gradients are, and how much they vary."""
+"""A rule that learns how large gradients are, and how much they vary."""
 
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ from ._rule import DEFAULT_INIT_SCALE, DEFAULT_MAX_SCALE, DEFAULT_MIN_SCALE, Rul
 
 LARGEST_FLOAT16 = 65504.0
 
-# Where a scale overflowed the averages were wrong: as if they were of so few steps, they
-# learn faster from then on.
+# After an overflow the averages count as averages of so few steps: they were wrong, and in
+# this way the next steps change them faster.
 COUNT_AFTER_OVERFLOW = 20
 
 
@@ -22,10 +22,10 @@ class LogNormalRuleState(NamedTuple):
     """State of :func:`log_normal`, all about log2 of the largest gradient.
 
     Attributes:
-      step_count: steps observed.
-      mean: average.
-      slow_mean: average over a longer time, for the variance.
-      variance: mean square of the distance from that.
+      step_count: how many steps the averages are of.
+      mean: the running mean.
+      slow_mean: a running mean over a longer time, for the variance.
+      variance: the running mean of the squared distance from ``slow_mean``.
     """
 
     step_count: jax.Array  # shape=(), dtype=int32
@@ -47,7 +47,7 @@ def log_normal(
     max_scale: ArrayLike = DEFAULT_MAX_SCALE,
     power_of_two: bool = True,
 ) -> Rule:
-    r"""As large as it may be for gradients that seldom overflow, by their statistics.
+    r"""Keeps the scale as large as the statistics of the gradients allow.
 
     With :math:`x_t` the log2 of the largest gradient of the step, :math:`\mu` and
     :math:`\sigma` its running mean and deviation, and :math:`z` the quantile of the
@@ -55,26 +55,30 @@ def log_normal(
 
     .. math:: S_{t+1} = \text{gradient\_limit} \cdot 2^{-(\mu + z \sigma)}
 
-    The first overflow of a streak enters as the size that it proves, one bit above what
-    the scale could hold, :math:`x_t = 1 + \log_2(\text{gradient\_limit} / S_t)`. Each
-    backs off at least by ``backoff_factor``; the next finite steps take the scale back, by
-    at most ``growth_factor`` each. A step whose gradients are all zero is not counted.
+    The first overflow of a streak shows that a gradient was above what the scale could
+    hold. It counts as one bit above, :math:`x_t = 1 + \log_2(\text{gradient\_limit} /
+    S_t)`. Every overflow backs the scale off by ``backoff_factor`` or more. The finite
+    steps after it take the scale back, each by at most ``growth_factor``. A step whose
+    gradients are all zero is not counted.
 
-    It looks at the gradients of the parameters. Where others overflow before them, inside
-    the network, overflows alone teach it, and :func:`dynamic` is the better choice.
+    The rule sees the gradients of the parameters alone. If gradients inside the network
+    overflow before them, it learns from overflows only, and :func:`dynamic` is the better
+    choice.
 
     Args:
       init_scale: the scale of the first step.
       overflow_probability: the share of steps that may overflow, between 0 and 0.5.
-      mean_decay: of the running mean, between 0 and 1: 0.99 looks back 100 steps.
-      variance_decay: of the averages for the deviation, between 0 and 1.
+      mean_decay: the decay of the running mean, between 0 and 1. 0.99 looks back 100
+        steps.
+      variance_decay: the decay of ``slow_mean`` and ``variance``, between 0 and 1.
       gradient_limit: the largest number that gradients can hold, 65504 in float16.
-      growth_factor: the largest growth in a step, at least 2, or 1 without
-        ``power_of_two`` (``inf`` for any).
-      backoff_factor: the least backoff at an overflow, between 0 and 1.
+      growth_factor: the largest growth in a step, at least 2, or at least 1 without
+        ``power_of_two``. ``inf`` does not limit the growth.
+      backoff_factor: the smallest backoff at an overflow, between 0 and 1.
       min_scale: the floor.
       max_scale: the ceiling.
-      power_of_two: round the scale down to a power of two, so that scaling is exact.
+      power_of_two: whether to round the scale down to a power of two, so that scaling is
+        exact.
 
     Returns:
       A :class:`Rule` that asks for ``largest_gradient``, with a
@@ -141,14 +145,15 @@ def log_normal(
         last_finite: ArrayLike = True,
         largest_gradient: ArrayLike,
     ) -> tuple[jax.Array, optax.OptState]:
-        # Here, as it takes longer to import than all the rest.
+        # Imported here: it takes longer than the rest of the package.
         from jax.scipy.special import ndtri
 
         limit = _settings.float32(gradient_limit)
         limit = jnp.log2(_settings.clamp(limit, 2.0**-100, np.finfo(np.float32).max))
         largest = jnp.asarray(largest_gradient, jnp.float32)
-        # The first overflow of a streak alone: in a burst of NaN the scale falls on and on.
-        is_proof = jnp.logical_not(grads_finite) & last_finite
+        # The later overflows of a streak are left out: in a burst of NaN the scale falls on
+        # and on, and each would count as a larger gradient than the one before.
+        is_evidence = jnp.logical_not(grads_finite) & last_finite
         x = jnp.where(
             grads_finite,
             jnp.log2(jnp.where(largest > 0, largest, 1.0)),
@@ -156,14 +161,14 @@ def log_normal(
         )
         forgetful = rule_state._replace(
             step_count=jnp.where(
-                is_proof,
+                is_evidence,
                 jnp.minimum(rule_state.step_count, COUNT_AFTER_OVERFLOW),
                 rule_state.step_count,
             )
         )
         rule_state = jax.tree.map(
             lambda new, old: jnp.where(
-                is_proof | (grads_finite & (largest > 0)), new, old
+                is_evidence | (grads_finite & (largest > 0)), new, old
             ),
             _observe(forgetful, x, mean_decay, variance_decay),
             rule_state,
@@ -178,7 +183,7 @@ def log_normal(
         farthest = loss_scale * jnp.where(grads_finite, growth, backoff)
         new_scale = _settings.clip(jnp.minimum(best, farthest), min_scale, max_scale)
         if power_of_two:
-            # exp2 rounds: a hair below a power of two is meant to be it.
+            # exp2 rounds: a value just below a power of two is meant to be that power.
             _, exponent = jnp.frexp(new_scale * (1 + 1e-5))
             new_scale = jnp.ldexp(jnp.ones_like(new_scale), exponent - 1)
             new_scale = _settings.clip(new_scale, min_scale, max_scale)
@@ -196,14 +201,14 @@ def _observe(
     mean_decay: ArrayLike,
     variance_decay: ArrayLike,
 ) -> LogNormalRuleState:
-    """Averages with one more x, of the weights (1 - decay) decay**age, summing to 1."""
+    """The averages after one more x, with weights that go as decay**age and sum to 1."""
     count = optax.safe_increment(rule_state.step_count)
 
     def share_of_newest(decay: ArrayLike) -> jax.Array:
         decay = _settings.clamp(decay, 0.0, 1 - 1e-6)
         return (1 - decay) / (1 - decay ** count.astype(jnp.float32))
 
-    # From distances, not from squares, whose difference loses all digits.
+    # Computed from distances: a difference of mean squares would lose all digits.
     share = share_of_newest(variance_decay)
     distance = x - rule_state.slow_mean
     return LogNormalRuleState(

@@ -25,10 +25,11 @@ class OverflowRateRuleState(NamedTuple):
     """State of :func:`overflow_rate`.
 
     Attributes:
-      growth_count: finite steps since the last growth or overflow; with
-        ``interval_follows_scale`` since the last overflow, up to 2**24 - 1.
-      growth_interval: of how many of them each grows the scale; it moves with
-        ``interval_follows_scale``.
+      growth_count: finite steps since the last growth or overflow. With
+        ``interval_follows_scale`` it counts them since the last overflow, up to
+        2**24 - 1.
+      growth_interval: the scale grows where ``growth_count`` is a multiple of this. It
+        changes only with ``interval_follows_scale``.
       overflow_count: overflows since the last backoff.
       step_count: steps since the scale last moved.
     """
@@ -50,28 +51,29 @@ def overflow_rate(
     max_scale: ArrayLike = DEFAULT_MAX_SCALE,
     interval_follows_scale: bool = False,
 ) -> Rule:
-    r"""Backs off only where the share of overflows is at least ``tolerance``.
+    r"""Backs off only where the share of overflows reaches ``tolerance``.
 
     .. math::
 
       \text{back off} \iff \frac{\text{overflows since the last backoff}}
         {\text{steps since the scale last moved}} \ge \text{tolerance}
 
-    Each overflow is skipped all the same. Growth is that of :func:`dynamic` without
-    recovery: on every N-th finite step in a row.
+    Every overflow is skipped all the same. The scale grows as in :func:`dynamic` without
+    recovery, on every N-th finite step in a row.
 
     Args:
-      tolerance: between 0 (back off at each) and 1. 0.25 ignores one overflow in eight
-        steps, and not two. An overflow of the very first step is a share of 1.
-      init_scale: as in :func:`dynamic`, like all that follow.
+      tolerance: from 0 (every overflow backs off) to 1. At 0.25 the first overflow in
+        eight steps is ignored and a second one backs off. An overflow of the very first
+        step is a share of 1.
+      init_scale: the first scale, as in :func:`dynamic`.
       growth_factor: at least 1.
       backoff_factor: between 0 and 1.
       growth_interval: N, a whole number from 1 to 2**24 - 1.
       min_scale: the floor.
       max_scale: the ceiling.
-      interval_follows_scale: multiply N by ``growth_factor`` when the scale grows, and
-        by ``backoff_factor`` (rounded down to a whole number of at least 1) when it backs
-        off, so that low scales grow fast and high ones rarely probe.
+      interval_follows_scale: whether N is multiplied by ``growth_factor`` when the scale
+        grows, and by ``backoff_factor`` when it backs off (rounded down to a whole number
+        of at least 1). Then low scales grow fast, and high ones seldom overflow.
 
     Returns:
       A :class:`Rule` whose state is an :class:`OverflowRateRuleState`.
@@ -130,19 +132,17 @@ def overflow_rate(
         overflows = optax.safe_increment(rule_state.overflow_count)
         overflows = jnp.where(grads_finite, rule_state.overflow_count, overflows)
         share = overflows.astype(jnp.float32) / steps.astype(jnp.float32)
-        backs_off = jnp.logical_not(grads_finite) & (
-            share >= _settings.float32(tolerance)
-        )
+        is_intolerable = share >= _settings.float32(tolerance)
+        backs_off = jnp.logical_not(grads_finite) & is_intolerable
 
-        if (
-            not interval_follows_scale
-        ):  # else it is the next growth that counts from there
+        if interval_follows_scale:
+            # The sum makes up for a product that rounds to just below a whole number.
+            shorter = jnp.maximum(jnp.floor(interval * backoff + 1e-4), 1.0)
+            interval = jnp.where(grows, interval * growth, interval)
+            interval = jnp.where(backs_off, shorter, interval)
+        else:
             growth_count = jnp.where(grows, 0, growth_count)
         factor = jnp.where(grows, growth, jnp.where(backs_off, backoff, 1.0))
-        if interval_follows_scale:
-            shorter = jnp.floor(interval * backoff + 1e-4)  # a rounding below is whole
-            interval = jnp.where(grows, interval * growth, interval)
-            interval = jnp.where(backs_off, jnp.maximum(shorter, 1.0), interval)
         return _settings.clip(loss_scale * factor, min_scale, max_scale), (
             OverflowRateRuleState(
                 growth_count=growth_count,

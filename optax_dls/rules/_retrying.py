@@ -1,4 +1,4 @@
-"""A rule for which each retry of a step is an overflow."""
+"""A rule that takes each retry of a step for an overflow."""
 
 from typing import NamedTuple
 
@@ -16,10 +16,10 @@ class RetryingRuleState(NamedTuple):
     """State of :func:`retrying`.
 
     Attributes:
-      pending_retries: retries of this step by which the rule inside has not moved the
-        scale yet; 0 once ``tx.update`` has run.
-      total_retries: retries since ``init``; saturates at 2**31 - 1.
-      rule_state: state of the rule inside.
+      pending_retries: retries of this step that the inner rule has not been updated with
+        yet. It is 0 after ``tx.update``.
+      total_retries: retries since ``init``. It saturates at 2**31 - 1.
+      rule_state: state of the inner rule.
     """
 
     pending_retries: jax.Array  # shape=(), dtype=int32
@@ -31,18 +31,21 @@ def retrying(rule: Rule) -> Rule:
     r"""Lets ``value_and_scaled_grad(..., max_retries=k)`` count its retries.
 
     After r retries in a step, ``rule`` is updated with r overflows and then with the
-    outcome. So the scale moves as if each attempt had been a step:
+    outcome of the last attempt. The scale moves as if each attempt had been a step:
 
     .. math:: S_{t+1} = \text{rule}(\text{outcome},
       \text{rule}(\text{overflow}, \ldots S_t))
 
-    The retries themselves halve the scale, whatever the backoff factor of ``rule`` is.
+    Each retry itself takes half the scale, whatever the backoff factor of ``rule`` is.
 
     Args:
-      rule: any rule. ``none()`` comes back as it is: it has nothing to retry.
+      rule: any rule. ``none()`` is returned as it is, since it has nothing to retry.
 
     Returns:
       A :class:`Rule` whose state is a :class:`RetryingRuleState`.
+
+    Raises:
+      TypeError: ``rule`` is not a :class:`Rule`.
 
     Example:
       >>> import optax
@@ -73,6 +76,7 @@ def retrying(rule: Rule) -> Rule:
         def info_of(attempt: jax.Array) -> dict[str, jax.Array]:
             if "last_finite" not in step_info:
                 return step_info
+            # The attempt before any but the first was an overflow of this step.
             last_finite = step_info["last_finite"] & (attempt == 0)
             return {**step_info, "last_finite": last_finite}
 
@@ -90,5 +94,5 @@ def retrying(rule: Rule) -> Rule:
 
 
 def _in_type_of(old: jax.Array, new: ArrayLike) -> jax.Array:
-    """``new`` in the dtype of ``old``; it varies over devices where ``old`` does."""
+    """``new`` in the dtype of ``old``, varying over the devices that ``old`` varies over."""
     return jnp.where(True, jnp.asarray(new, old.dtype), old)

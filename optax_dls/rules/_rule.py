@@ -1,4 +1,4 @@
-"""What a rule is, and the bounds that every scale keeps."""
+"""What a rule is, and the bounds of every scale."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import optax
 
-# XLA flushes subnormal float32 numbers to zero. Outside these bounds the scale,
-# its reciprocal or an ordinary scaled gradient would be one, and silently vanish.
+# XLA flushes subnormal float32 numbers to zero. Outside these bounds the scale, its
+# reciprocal or an ordinary scaled gradient would be subnormal, and silently vanish.
 SMALLEST_SCALE = 2.0**-100
 LARGEST_SCALE = 2.0**126
 
@@ -28,17 +28,18 @@ class Rule(NamedTuple):
       init: ``() -> (loss_scale, rule_state)``, the scale of the first step
         (shape (), float32) and a pytree of whatever the rule has to remember.
       update: ``(grads_finite, loss_scale, rule_state) -> (loss_scale, rule_state)``,
-        called once a step; ``grads_finite`` has shape () and dtype bool. The shapes
-        and dtypes of the state must not change.
-      needs: names of keyword arguments that ``update`` takes besides. A rule pays for
-        what it asks for and no other does:
+        called once a step. ``grads_finite`` has shape () and dtype bool. The shapes and
+        dtypes of the state must not change. A step whose loss or updates were not finite
+        leaves scale and state as they were, since no scale could have helped.
+      needs: the step information that ``update`` takes besides, by the names of its
+        keyword arguments. What no rule needs is not computed.
 
-        - ``"last_finite"``: ``grads_finite`` of the step before (whether or not the rule
-          was told of it: it is not where a loss or an update was to blame), True before
-          the first.
+        - ``"last_finite"``: whether the gradients of the previous step were finite, True
+          before the first step. This includes steps that left the rule as it was.
         - ``"largest_gradient"``: the largest finite magnitude among the entries of the
-          unscaled gradients (of complex ones, the parts), shape () and float32, equal on all devices that share the
-          scale. It costs a second reduction over the gradients.
+          unscaled gradients, or among their real and imaginary parts. It has shape () and
+          dtype float32, and is equal on all devices that share the scale. It costs a
+          second reduction over the gradients.
 
       settings: the numbers that ``init_scale``, ``min_scale``, ``max_scale`` and
         ``growth_interval`` were given, as far as the rule has them, for a

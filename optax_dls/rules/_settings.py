@@ -15,7 +15,7 @@ from ._rule import (
     SMALLEST_SCALE,
 )
 
-# Settings that are numbers are worked out by NumPy and stay out of the program.
+# NumPy computes with settings that are plain numbers, so the program holds the results only.
 Scalar = jax.Array | np.ndarray
 
 

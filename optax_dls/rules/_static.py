@@ -14,8 +14,8 @@ from ._settings import check_scale, clamp, known
 def static(scale: ArrayLike) -> Rule:
     r"""A fixed scale, :math:`S_t = S`; steps that overflow are still skipped.
 
-    The scale is that of the rule, also where a restored state brought another one: it
-    holds from the second step on.
+    If a restored state holds another scale, the first step uses that one, and from the
+    second step on the scale is that of the rule.
 
     Args:
       scale: the factor itself (not its exponent). A power of two is exact.
@@ -52,7 +52,7 @@ def static(scale: ArrayLike) -> Rule:
 
 
 class NoScalingState(NamedTuple):
-    """State of :func:`none`: empty, but it tells that nothing is scaled or skipped."""
+    """State of :func:`none`: empty. Its type says that nothing is scaled or skipped."""
 
 
 def none() -> Rule:
