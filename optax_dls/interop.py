@@ -1,10 +1,11 @@
-"""The scaler states of other systems, in and out, so that a run moves with its scale.
+"""Reads and writes the scaler states of other systems, so that a run keeps its scale.
 
-What they save are dicts of numbers, so none of these packages is needed here. Give the
+Other systems save their scalers as dicts of numbers, so none of them is needed here. Give the
 optimizer the rule of the same name from :mod:`optax_dls.profiles`, with the settings of the
-run, and the scale goes on as it would have there. Both functions are for outside of ``jit``.
+run. Then the scale moves on as it would have there. Call both functions outside of ``jit``.
 """
 
+import numbers
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard, TypeVar
@@ -22,7 +23,7 @@ Tree = TypeVar("Tree")
 
 
 class Counters(NamedTuple):
-    """What the systems have in common."""
+    """What the scalers of all systems remember; None where there is no hysteresis."""
 
     loss_scale: float
     growth_count: int
@@ -30,18 +31,18 @@ class Counters(NamedTuple):
 
 
 class System(NamedTuple):
-    """How one system writes them down.
+    """How one system saves its scaler, as a dict.
 
     Attributes:
-      keys: what has to be in its dict.
-      read: from the dict.
-      write: to the dict.
-      settings: what its dict holds besides, with the defaults of the system.
+      keys: the keys that the dict must have.
+      read: the counters in the dict.
+      write: the dict for the counters.
+      settings: the settings that the dict holds as well, with the system's defaults.
     """
 
     keys: tuple[str, ...]
     read: Callable[[Mapping[str, float]], Counters]
-    write: Callable[[Counters], dict[str, float | None]]
+    write: Callable[[Counters], dict[str, float | np.ndarray]]
     settings: Mapping[str, float] = MappingProxyType({})
 
 
@@ -53,7 +54,7 @@ def _read_deepspeed(saved: Mapping[str, float]) -> Counters:
             "cur_iter must be above last_overflow_iter and scale_window at least 1, got "
             f"{dict(saved)}."
         )
-    # From the first growth on, a growth is every scale_window steps.
+    # The count of profiles.deepspeed goes from 0 to scale_window and from there back to 1.
     count = (finite_steps - 1) % window + 1 if finite_steps else 0
     left = saved.get("cur_hysteresis")
     return Counters(saved["cur_scale"], count, None if left is None else int(left))
@@ -65,7 +66,7 @@ SYSTEMS = {
     "torch": System(
         ("scale", "_growth_tracker"),
         lambda saved: Counters(saved["scale"], int(saved["_growth_tracker"])),
-        lambda c: {"scale": c.loss_scale, "_growth_tracker": max(c.growth_count, 0)},
+        lambda c: {"scale": c.loss_scale, "_growth_tracker": c.growth_count},
         {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000},
     ),
     "megatron": System(
@@ -76,8 +77,9 @@ SYSTEMS = {
             int(saved["hysteresis_tracker"]),
         ),
         lambda c: {
-            "scale": c.loss_scale,
-            "growth_tracker": max(c.growth_count, 0),
+            # The loader of Megatron moves it to the GPU: a tensor of shape (1,) there.
+            "scale": np.array([c.loss_scale], np.float32),
+            "growth_tracker": c.growth_count,
             "hysteresis_tracker": 1 if c.overflows_left is None else c.overflows_left,
         },
     ),
@@ -86,8 +88,9 @@ SYSTEMS = {
         _read_deepspeed,
         lambda c: {
             "cur_scale": c.loss_scale,
-            "cur_iter": max(c.growth_count, 0),
+            "cur_iter": c.growth_count,
             "last_overflow_iter": -1,
+            # DeepSpeed backs off at exactly 1, so below that it never would.
             "cur_hysteresis": max(c.overflows_left or 1, 1),
         },
         {"scale_window": 1000},
@@ -95,36 +98,37 @@ SYSTEMS = {
     "flax": System(
         ("scale", "fin_steps"),
         lambda saved: Counters(saved["scale"], int(saved["fin_steps"])),
-        lambda c: {"scale": c.loss_scale, "fin_steps": max(c.growth_count, 0)},
+        lambda c: {"scale": c.loss_scale, "fin_steps": c.growth_count},
     ),
     "jmp": System(
         ("loss_scale", "counter"),
         lambda saved: Counters(saved["loss_scale"], int(saved["counter"])),
-        lambda c: {"loss_scale": c.loss_scale, "counter": max(c.growth_count, 0)},
+        lambda c: {"loss_scale": c.loss_scale, "counter": c.growth_count},
     ),
 }
 
 
 def import_scaler(system: str, saved: Mapping[str, Any], state: Tree) -> Tree:
-    """A training state that goes on with the scale and the counts of another system.
+    """Puts the scale and the counts of another system into a training state.
 
     Args:
       system: ``"torch"``, ``"megatron"``, ``"deepspeed"``, ``"flax"`` or ``"jmp"``.
-      saved: what it saved: ``GradScaler.state_dict()``; Megatron's
+      saved: what the system saved: ``GradScaler.state_dict()``; Megatron's
         ``DynamicGradScaler.state_dict()``; ``vars()`` of DeepSpeed's ``DynamicLossScaler``
         or the ``state_dict()`` of its ``FP16_Optimizer``;
         ``flax.serialization.to_state_dict(dynamic_scale)``; ``vars()`` of jmp's
-        ``DynamicLossScale``. Numbers may be arrays of one element. Settings among them are
-        not taken over: they belong to ``profiles``.
+        ``DynamicLossScale``. Numbers may be arrays or tensors of one element, on any
+        device. Settings in it are ignored: give them to the profile.
       state: anything that holds exactly one scaler, of a dynamic rule.
 
     Returns:
-      ``state`` with a new scale and new counts. Skips are counted from where they were. A
-      scale outside the bounds of the rule moves into them at the next step.
+      ``state`` with the new scale and the new counts. The counts of skips stay as they
+      are. A scale outside the bounds of the rule moves into them at the next step.
 
     Raises:
-      ValueError: the system is unknown, a key is missing, or the scale is outside
-        [2**-100, 2**126], as where torch has reached 0; or as ``scaler_state``.
+      ValueError: the system is unknown, a key is missing, a value is not one number, or
+        the scale is outside [2**-100, 2**126] (torch can reach 0); or as
+        ``scaler_state``.
       TypeError: ``state`` is of another rule, or holds a population of scalers.
 
     Example:
@@ -155,9 +159,7 @@ def import_scaler(system: str, saved: Mapping[str, Any], state: Tree) -> Tree:
     _settings.check_scale("scale", counters.loss_scale)
     scaler = scaler_state(state)
     _rule_state(scaler)
-    new = counters._asdict()
-
-    new["growth_count"] = max(counters.growth_count, 0)
+    new = {**counters._asdict(), "growth_count": max(counters.growth_count, 0)}
 
     def put(old: jax.Array, name: str) -> jax.Array:
         return jax.device_put(np.asarray(new[name], old.dtype), old.sharding)
@@ -174,20 +176,24 @@ def import_scaler(system: str, saved: Mapping[str, Any], state: Tree) -> Tree:
 
 
 def export_scaler(system: str, state: object, **settings: float) -> dict[str, Any]:
-    """The scale and the counts of a training state as another system saves them.
+    """The scale and the counts of a training state, as another system saves them.
 
     Args:
       system: as in :func:`import_scaler`.
       state: anything that holds exactly one scaler, of a dynamic rule. It is copied
         from the device.
-      **settings: those that the system saves too, and that a state does not hold:
+      **settings: settings that the system saves and that ``state`` does not hold:
         ``growth_factor``, ``backoff_factor`` and ``growth_interval`` for torch,
-        ``scale_window`` for DeepSpeed. Without them the dict has the system's defaults.
+        ``scale_window`` for DeepSpeed. The default is that of the system.
 
     Returns:
-      A dict of plain numbers, for ``GradScaler().load_state_dict(...)`` and the like. A
-      scale that is recovering from a streak of overflows goes out with a count of 0. For
-      DeepSpeed, set them as attributes of its ``DynamicLossScaler``.
+      A dict of plain numbers, for torch's ``GradScaler.load_state_dict`` and the like. A
+      scale that is recovering from a streak of overflows is exported with a count of 0.
+
+      Megatron's ``load_state_dict`` needs a tensor as scale. The dict holds a float32
+      array of shape (1,): set ``saved["scale"] = torch.from_numpy(saved["scale"])``.
+
+      DeepSpeed's ``DynamicLossScaler`` loads no dict: set the numbers as its attributes.
 
     Raises:
       ValueError: the system is unknown, or does not save a setting.
@@ -213,7 +219,7 @@ def export_scaler(system: str, state: object, **settings: float) -> dict[str, An
     left = getattr(rule_state, "overflows_left", None)
     counters = Counters(
         float(scaler.loss_scale),
-        int(rule_state.growth_count),
+        max(int(rule_state.growth_count), 0),
         None if left is None else int(left),
     )
     return {**entry.write(counters), **entry.settings, **settings}
@@ -221,18 +227,19 @@ def export_scaler(system: str, state: object, **settings: float) -> dict[str, An
 
 def _number(key: str, value: object) -> float:
     """A number, or an array or tensor of one element, as a float."""
-    array = np.asarray(value)
     try:
-        if array.size != 1 or array.dtype.kind in "OUSM":
+        # Tensors have item() as arrays do. Unlike np.asarray it works on GPUs, too.
+        number = value.item() if hasattr(value, "item") else np.asarray(value).item()
+        if not isinstance(number, numbers.Real):
             raise TypeError
-        number = array.astype(np.float64).item()  # bfloat16 too
-    except (TypeError, ValueError):
+        number = float(number)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: from torch
         raise ValueError(f"saved[{key!r}] must be one number, got {value!r}.") from None
     if key not in SCALES and not (-(2**31) <= number < 2**31 and number == int(number)):
         raise ValueError(
             f"saved[{key!r}] must be a whole number within int32, got {value!r}."
         )
-    return float(number)
+    return number
 
 
 def _entry(system: str) -> System:
@@ -246,11 +253,11 @@ def _is_counting(node: object) -> TypeGuard[DynamicRuleState | HysteresisRuleSta
 
 
 def _rule_state(scaler: ScalerState) -> DynamicRuleState | HysteresisRuleState:
-    """The state of the dynamic rule, wherever it is, of one scaler."""
+    """The state of the dynamic rule of one scaler, also inside another rule's state."""
     if isinstance(scaler.loss_scale, jax.core.Tracer):
         raise TypeError(
-            "state must be concrete, got a traced one. Call it before or after the "
-            "jitted function, not inside."
+            "state must be concrete, got a traced one. Call this function before or after "
+            "the jitted function, not inside."
         )
     found = list(
         filter(_is_counting, jax.tree.leaves(scaler.rule_state, is_leaf=_is_counting))

@@ -1,6 +1,7 @@
 """The scaler states of other systems, read in the middle of a run and written again."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -33,11 +34,10 @@ MIDWAY = [
     ),
     (
         *("megatron", "random_p0.2_n2_hysteresis2", 34),
-        # Tensors of one element each.
         {
             "scale": np.float32([2.0**27]),
-            "growth_tracker": np.int32([0]),
-            "hysteresis_tracker": np.int32([1]),
+            "growth_tracker": 0,
+            "hysteresis_tracker": 1,
         },
     ),
     *(
@@ -68,9 +68,10 @@ def case_of(system, name):
     return getattr(profiles, system)(**config), np.array(finite), scales
 
 
-@pytest.mark.parametrize(("system", "name", "steps", "saved"), MIDWAY)
-def test_goes_on_where_the_recorded_system_was(system, name, steps, saved):
-    rule, finite, recorded = case_of(system, name)
+@functools.cache
+def transformation(system, name):
+    """The optimizer of a recorded case, and its run through flags to their scales."""
+    rule, _, _ = case_of(system, name)
     tx = dls.loss_scaling(optax.sgd(1.0), rule)
 
     @jax.jit
@@ -82,21 +83,46 @@ def test_goes_on_where_the_recorded_system_was(system, name, steps, saved):
 
         return jax.lax.scan(step, state, finite)[1]
 
+    return tx, go_on
+
+
+@pytest.mark.parametrize(("system", "name", "steps", "saved"), MIDWAY)
+def test_goes_on_where_the_recorded_system_was(system, name, steps, saved):
+    _, finite, recorded = case_of(system, name)
+    tx, go_on = transformation(system, name)
     fresh = tx.init(jnp.zeros(()))
     state = dls.interop.import_scaler(system, saved, fresh)
     assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, fresh)
     np.testing.assert_array_equal(go_on(state, finite[steps:]), recorded[steps:])
 
 
+@pytest.mark.parametrize("steps", range(22))
+def test_goes_on_from_any_step_of_deepspeed(steps):
+    """Its growths are counted from the last overflow, ours from the last growth."""
+    case = ("deepspeed", "overflow_after_two_growths_n3")
+    _, finite, recorded = case_of(*case)
+    tx, go_on = transformation(*case)
+    saved = {
+        "cur_scale": recorded[steps - 1] if steps else 65536.0,
+        "cur_iter": steps,
+        "last_overflow_iter": max(np.flatnonzero(~finite[:steps]), default=-1),
+        "scale_window": 3,
+    }
+    state = dls.interop.import_scaler("deepspeed", saved, tx.init(jnp.zeros(())))
+    after = slice(steps, steps + 16)
+    np.testing.assert_array_equal(go_on(state, finite[after]), recorded[after])
+
+
 @pytest.mark.parametrize(("system", "name", "steps", "saved"), MIDWAY)
 def test_out_and_in_again_is_the_same_state(system, name, steps, saved):
-    rule, _, _ = case_of(system, name)
-    fresh = dls.loss_scaling(optax.sgd(1.0), rule).init(jnp.zeros(2))
+    tx, _ = transformation(system, name)
+    fresh = tx.init(jnp.zeros(2))
     state = dls.interop.import_scaler(system, saved, fresh)
     settings = {"scale_window": 2} if system == "deepspeed" else {}
     exported = dls.interop.export_scaler(system, state, **settings)
-    assert all(type(value) in (int, float) for value in exported.values())
-    assert json.loads(json.dumps(exported)) == exported
+    if system != "megatron":
+        assert all(type(value) in (int, float) for value in exported.values())
+        assert json.loads(json.dumps(exported)) == exported
     again = dls.interop.import_scaler(system, exported, fresh)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -139,6 +165,71 @@ def test_torch_gets_all_the_keys_that_its_load_state_dict_wants():
         "growth_interval": 100,
         "_growth_tracker": 0,
     }
+
+
+def test_megatron_gets_what_becomes_a_tensor_and_two_numbers():
+    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+    exported = dls.interop.export_scaler("megatron", state)
+    scale = exported.pop("scale")
+    assert isinstance(scale, np.ndarray)  # for torch.from_numpy
+    assert (scale.dtype, scale.shape, scale.item()) == (np.float32, (1,), 32768.0)
+    assert exported == {"growth_tracker": 0, "hysteresis_tracker": 1}
+    assert all(type(value) is int for value in exported.values())
+
+
+@pytest.mark.parametrize("left", [1, 0, -3])
+def test_deepspeed_gets_a_hysteresis_at_which_it_backs_off(left):
+    """It backs off where its count is 1, and counts on from anywhere else."""
+    tx = dls.dynamic_loss_scaling(optax.sgd(1.0), hysteresis=2)
+    state = optax.tree.set(tx.init(jnp.zeros(2)), overflows_left=jnp.int32(left))
+    assert dls.interop.export_scaler("deepspeed", state)["cur_hysteresis"] == 1
+
+
+class CudaTensor:
+    """As torch's: no array can be made of it, and item() gives its number."""
+
+    def __init__(self, *values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy.")
+
+    def item(self):
+        if len(self.values) != 1:
+            raise RuntimeError("a Tensor with 2 elements cannot be converted to Scalar")
+        return self.values[0]
+
+
+def test_tensors_on_a_gpu_are_taken():
+    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+    saved = {
+        "scale": CudaTensor(1024.0),
+        "growth_tracker": CudaTensor(7),
+        "hysteresis_tracker": 2,
+    }
+    state = dls.interop.import_scaler("megatron", saved, state)
+    assert float(dls.loss_scale(state)) == 1024.0
+    assert int(optax.tree.get(state, "growth_count")) == 7
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *(
+            ("scale", value, r"saved\['scale'\] must be one number, got")
+            for value in (CudaTensor(1.0, 2.0), [1.0, 2.0], [], "8", None, 8j, 10**400)
+        ),
+        *(
+            ("fin_steps", value, r"saved\['fin_steps'\] must be a whole number within")
+            for value in (0.5, 2.0**31, np.nan, np.inf)
+        ),
+    ],
+)
+def test_anything_but_one_number_is_refused(key, value, message):
+    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+    saved = {"scale": 8.0, "fin_steps": 3, key: value}
+    with pytest.raises(ValueError, match=message):
+        dls.interop.import_scaler("flax", saved, state)
 
 
 @pytest.mark.parametrize("system", dls.interop.SYSTEMS)
