@@ -29,7 +29,11 @@ BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"
 
 
 def run(history: "History | Mapping[str, np.ndarray]") -> Figure:
-    """The loss scale, the skipped steps and the loss of a run, on one sheet.
+    """The loss scale, the skipped steps and the loss of a run, in one figure.
+
+    The line is the scale after each step. A cross at a skipped step marks the scale before
+    it, which is the one that overflowed. Nothing is known from before the first record, so
+    a cross there marks the scale after it.
 
     Args:
       history: a :class:`History`, or what its ``arrays()`` gives.
@@ -39,7 +43,8 @@ def run(history: "History | Mapping[str, np.ndarray]") -> Figure:
       ``%matplotlib inline``, the last line of a cell.
 
     Raises:
-      ValueError: the history is empty.
+      TypeError: ``history`` is something else.
+      ValueError: the history is empty, or a column is missing or of another length.
 
     Example:
       >>> import numpy as np
@@ -48,24 +53,18 @@ def run(history: "History | Mapping[str, np.ndarray]") -> Figure:
       ...            "consecutive_skips": np.array([0, 1, 0])}
       >>> figure = plot.run(columns)
     """
-    columns = history if isinstance(history, Mapping) else history.arrays()
-    steps, scale = columns["step"], columns["loss_scale"]
-    if not len(steps):
-        raise ValueError("history is empty. Append dls.metrics(opt_state) to it first.")
-    loss = np.asarray(columns.get("loss", np.zeros(0)))
+    columns = _columns(history)
+    steps, log2 = columns["step"], np.log2(columns["loss_scale"])
+    before = np.concatenate([log2[:1], log2[:-1]])
+    skipped = columns["consecutive_skips"] > 0
+    loss = columns.get("loss", np.zeros(0))
     has_loss = bool(np.isfinite(loss).any())
     figure = Figure(figsize=(8, 5 if has_loss else 3), layout="constrained")
     axes = figure.subplots(2 if has_loss else 1, sharex=True, squeeze=False)[:, 0]
 
-    axes[0].step(steps, np.log2(scale), where="post", color=BLUE, label="loss scale")
-    skipped = columns["consecutive_skips"] > 0
-    axes[0].plot(
-        steps[skipped],
-        np.log2(scale[skipped]),
-        "x",
-        color=ORANGE,
-        label=f"skipped ({np.count_nonzero(skipped)} of {len(steps)} steps)",
-    )
+    axes[0].step(steps, log2, where="post", color=BLUE, label="loss scale")
+    label = f"skipped ({np.count_nonzero(skipped)} of {len(steps)} steps)"
+    axes[0].plot(steps[skipped], before[skipped], "x", color=ORANGE, label=label)
     axes[0].set_ylabel("loss scale")
     axes[0].legend()
     _powers_of_two(axes[0].yaxis)
@@ -79,17 +78,45 @@ def run(history: "History | Mapping[str, np.ndarray]") -> Figure:
     return figure
 
 
+def _columns(history: "History | Mapping[str, np.ndarray]") -> dict[str, np.ndarray]:
+    """The columns that are drawn; ``loss`` may be missing."""
+    if not isinstance(history, Mapping) and not hasattr(history, "arrays"):
+        raise TypeError(
+            f"history must be a History or its arrays(), got {type(history).__name__}. A "
+            "file is read by History.load(path)."
+        )
+    given = history if isinstance(history, Mapping) else history.arrays()
+    needed = ("step", "loss_scale", "consecutive_skips")
+    missing = [name for name in needed if name not in given]
+    if missing:
+        raise ValueError(
+            f"history has no {', '.join(missing)}, got the columns {list(given)}. Pass a "
+            "History to which dls.metrics(opt_state) was appended, or its arrays()."
+        )
+    columns = {n: np.asarray(given[n]) for n in (*needed, "loss") if n in given}
+    if not columns["step"].size:
+        raise ValueError("history is empty. Append dls.metrics(opt_state) to it first.")
+    shapes = {name: column.shape for name, column in columns.items()}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(
+            f"the columns of history must have one shape, (steps,), got {shapes}."
+        )
+    return columns
+
+
 def exponents(
     grads: optax.Updates, state: object = None, dtype: DTypeLike = jnp.float16
 ) -> Figure:
     """The histogram of gradient exponents, with the range of ``dtype`` marked.
 
+    Entries that are zero, inf or NaN have no exponent and are left out.
+
     Args:
-      grads: the gradients of a scaled loss, or true ones if ``state`` is None. Take them
-        in float32 to see what a half-precision backward pass would lose.
-      state: the state whose scale multiplied the loss. Then both the true and the scaled
-        gradient are drawn.
-      dtype: whose range is marked.
+      grads: the gradients of a scaled loss, or true gradients if ``state`` is None. Compute
+        them in float32 to see what a half-precision backward pass would lose.
+      state: the state whose scale multiplied the loss. With it both the true and the scaled
+        gradients are drawn.
+      dtype: the dtype whose range is marked.
 
     Returns:
       A matplotlib figure.
@@ -144,7 +171,9 @@ def exponents(
 
 
 def underflow(search: "ScaleSearch") -> Figure:
-    """The share of gradient entries that is lost, against the loss scale.
+    """The share of gradient entries that are lost, against the loss scale.
+
+    The share is drawn where the gradient is finite. Scales at which it is not are shaded.
 
     Args:
       search: what ``find_scale`` gave.
@@ -161,23 +190,16 @@ def underflow(search: "ScaleSearch") -> Figure:
     log2 = np.log2(search.scales)
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(
-        log2[search.finite],
-        100 * search.lost[search.finite],
-        "o-",
-        color=BLUE,
-        label="entries that are zero",
-    )
-    bad = log2[~search.finite]
-    if bad.size:
-        axes.axvspan(
-            bad[0] - 0.5,
-            bad[-1] + 0.5,
-            color="black",
-            alpha=0.15,
-            lw=0,
-            label="not finite",
-        )
+    finite = np.asarray(search.finite, bool)
+    lost = 100 * search.lost[finite]
+    if finite.any():
+        axes.plot(log2[finite], lost, "o-", color=BLUE, label="entries that are zero")
+    # Where each run of scales that are not finite begins, and where it ends.
+    ends = np.flatnonzero(np.diff(np.concatenate([[True], finite, [True]])))
+    for start, end in ends.reshape(-1, 2):
+        label = None if start > ends[0] else "not finite"
+        left, right = log2[start] - 0.5, log2[end - 1] + 0.5
+        axes.axvspan(left, right, color="black", alpha=0.15, lw=0, label=label)
     if search.recommended is not None:
         axes.axvline(
             np.log2(search.recommended),
@@ -185,7 +207,10 @@ def underflow(search: "ScaleSearch") -> Figure:
             linestyle="--",
             label=f"recommended start $2^{{{np.log2(search.recommended):.0f}}}$",
         )
+    # Without a loss, or without anything finite, matplotlib would zoom in on a flat line.
+    top = lost.max() if lost.any() else 100
     axes.set(xlabel="loss scale", ylabel="entries lost (%)")
+    axes.set_ylim(-0.03 * top, 1.05 * top)
     axes.legend()
     _powers_of_two(axes.xaxis)
     return figure

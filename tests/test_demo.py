@@ -11,7 +11,8 @@ import pytest
 
 import optax_dls as dls
 from optax_dls.demo.__main__ import main
-from optax_dls.demo._train import train
+from optax_dls.demo._report import draw
+from optax_dls.demo._train import Log, train
 
 
 def demo(*arguments, **env):
@@ -55,6 +56,20 @@ def test_the_seed_decides_over_weights_and_batches():
 
     assert losses(1) == losses(1)
     assert losses(1) != losses(2)
+
+
+def test_the_picture_marks_a_skipped_step_at_the_scale_that_overflowed():
+    ones = jnp.ones(4)
+    bare = Log(loss=ones, loss_scale=ones, skipped=ones < 0, zero_share=0 * ones)
+    scaled = bare._replace(
+        loss_scale=jnp.array([8.0, 8.0, 4.0, 2.0]),
+        skipped=jnp.array([False, True, True, False]),
+    )
+    logs = {"float32": bare, "float16": bare, "float16 scaled": scaled}
+    _, below = draw(logs).axes
+    line, crosses = below.lines
+    assert line.get_xydata().tolist() == [[1, 3], [2, 3], [3, 2], [4, 1]]
+    assert crosses.get_xydata().tolist() == [[2, 3], [3, 2]]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ def test_a_run_shows_scale_skips_and_loss():
     scale, loss = figure.axes
     assert labels(scale) == ["loss scale", "skipped (1 of 4 steps)"]
     assert scale.lines[0].get_ydata().tolist() == [3, 2, 2, 3]
-    assert scale.lines[1].get_xdata().tolist() == [1]
     assert (scale.get_ylabel(), loss.get_ylabel()) == ("loss scale", "loss")
     assert (loss.get_xlabel(), loss.get_yscale()) == ("step", "log")
 
@@ -41,11 +40,42 @@ def test_a_run_without_a_loss_has_one_panel_and_a_history_is_taken_too():
         {k: v for k, v in COLUMNS.items() if k not in ("step", "loss")} | FLAGS
     )
     assert len(plot.run(history).axes) == 1
-    with pytest.raises(ValueError, match="history is empty"):
-        plot.run(dls.History())
 
 
 FLAGS = {"grads_finite": np.array([True, False, True, True])}
+
+
+def test_a_skipped_step_is_marked_at_the_scale_that_overflowed():
+    scales = [2.0**3, 2.0**2, 2.0**1, 2.0**1]
+    columns = COLUMNS | {
+        "loss_scale": np.array(scales),
+        "consecutive_skips": np.array([0, 1, 2, 0]),
+    }
+    crosses = plot.run(columns).axes[0].lines[1]
+    assert crosses.get_xdata().tolist() == [1, 2]
+    assert crosses.get_ydata().tolist() == [3, 2]
+
+
+def test_a_skip_at_the_first_record_is_marked_at_the_only_scale_that_is_known():
+    columns = COLUMNS | {"consecutive_skips": np.array([4, 0, 0, 0])}
+    crosses = plot.run(columns).axes[0].lines[1]
+    assert crosses.get_xydata().tolist() == [[0, 3]]
+
+
+@pytest.mark.parametrize(
+    ("history", "error", "message"),
+    [
+        ({}, ValueError, "has no step, loss_scale, consecutive_skips.*metrics"),
+        ({"step": [], "loss": []}, ValueError, "has no loss_scale, consecutive_skips"),
+        (dls.History(), ValueError, "history is empty. Append"),
+        (COLUMNS | {"step": np.arange(3)}, ValueError, "must have one shape"),
+        (COLUMNS | {"loss": np.arange(5.0)}, ValueError, r"'loss': \(5,\)"),
+        ("run.jsonl", TypeError, r"got str. A file is read by History.load\(path\)"),
+    ],
+)
+def test_a_history_that_cannot_be_drawn_is_refused(history, error, message):
+    with pytest.raises(error, match=message):
+        plot.run(history)
 
 
 def test_the_histogram_counts_every_entry_above_zero_once():
@@ -86,6 +116,42 @@ def test_underflow_against_the_scale():
         "not finite",
         "recommended start $2^{1}$",
     ]
+
+
+def underflow_axes(finite, lost, recommended=None):
+    scales = 2.0 ** np.arange(len(finite))
+    search = dls.ScaleSearch(
+        scales, np.array(finite), np.array(lost), recommended, reason=""
+    )
+    (axes,) = plot.underflow(search).axes
+    return axes
+
+
+@pytest.mark.parametrize(
+    ("finite", "lost"), [([False] * 3, [np.nan] * 3), ([True] * 3, [0.0] * 3)]
+)
+def test_an_axis_without_anything_lost_goes_up_to_100_percent(finite, lost):
+    low, high = underflow_axes(finite, lost).get_ylim()
+    assert -5 < low < 0
+    assert 100 < high < 110
+
+
+def test_an_axis_goes_up_to_the_largest_share_that_is_lost():
+    low, high = underflow_axes([True, True, False], [0.02, 0.001, np.nan]).get_ylim()
+    assert -0.1 < low < 0
+    assert 2 < high < 2.2
+
+
+def test_without_anything_finite_nothing_is_said_of_zeros():
+    assert labels(underflow_axes([False] * 3, [np.nan] * 3)) == ["not finite"]
+
+
+def test_each_run_of_scales_that_are_not_finite_is_shaded():
+    finite = [False, True, True, False, False, True]
+    axes = underflow_axes(finite, np.where(finite, 0.5, np.nan), 2.0)
+    spans = [(p.get_x(), p.get_x() + p.get_width()) for p in axes.patches]
+    assert spans == [(-0.5, 0.5), (2.5, 4.5)]
+    assert labels(axes).count("not finite") == 1
 
 
 def test_scales_are_powers_of_two_on_the_axes():

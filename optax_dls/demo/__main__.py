@@ -12,7 +12,7 @@ NEEDED = ("flax", "matplotlib", "rich", "sklearn")
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what was wrong in one line."""
+    """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
@@ -35,7 +35,7 @@ def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
 
 
 def png_path(text: str) -> Path:
-    """A path that can be written, checked before the training and not after it."""
+    """A path that can be written. It is checked before the training, not after it."""
     path = Path(text)
     if path.suffix != ".png":
         raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
@@ -61,10 +61,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--seed",
         type=whole_number(0, 2**32 - 1),
         default=0,
-        help="of weights and batches",
+        help="seed of weights and batches",
     )
     parser.add_argument(
-        "--out", type=png_path, default=Path("digits.png"), help="the picture"
+        "--out",
+        type=png_path,
+        default=Path("digits.png"),
+        help="where to write the picture",
     )
     return parser.parse_args(argv)
 

@@ -23,8 +23,8 @@ FINAL = 20
 def setups() -> dict[str, tuple[optax.GradientTransformationExtraArgs, jnp.dtype]]:
     """Name, wrapped optimizer and compute dtype of each run."""
     adam = optax.adam(LEARNING_RATE)
-    # Far from the defaults, so that a short run shows the scale at work: it starts
-    # 2**9 higher and probes for more fifty times as often.
+    # These are far from the defaults, so that a short run shows the scale at work. It
+    # starts 2**9 times as high and grows fifty times as often.
     scaling = dls.dynamic_loss_scaling(
         adam, init_scale=2.0**24, growth_interval=40, max_scale=2.0**48
     )
@@ -36,7 +36,7 @@ def setups() -> dict[str, tuple[optax.GradientTransformationExtraArgs, jnp.dtype
 
 
 def run(steps: int, seed: int, out: Path) -> None:
-    """Trains, prints the table and writes the picture."""
+    """Trains three times, prints the table and writes the picture."""
     console = Console()
     logs = {}
     with Progress(
@@ -91,17 +91,17 @@ def table(logs: dict[str, Log]) -> Table:
 
 
 def verdict(logs: dict[str, Log]) -> str:
-    """The two comparisons that matter, as they came out."""
+    """The final errors of the two float16 runs, each against that of float32."""
     full, half, scaled = map(final_loss, logs.values())
     return (
-        f"Against float32 the final error is {half / full:.2f} times as high in float16 and "
-        f"{scaled / full:.3f} times with loss scaling (mean of the last "
+        f"The final error in float16 is {half / full:.2f} times that of float32, and with "
+        f"loss scaling {scaled / full:.3f} times (means of the last "
         f"{min(FINAL, len(logs['float32'].loss))} steps)."
     )
 
 
 def draw(logs: dict[str, Log]) -> Figure:
-    """Loss of the three runs, and below it the scale, over the steps."""
+    """The losses of the runs, and below them the scale of the last, step by step."""
     # Okabe and Ito's palette, which colour-blind readers can tell apart.
     styles = {
         "float32": {"color": "#000000", "linewidth": 3.5, "alpha": 0.35},
@@ -110,8 +110,9 @@ def draw(logs: dict[str, Log]) -> Figure:
     }
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    scaled = logs["float16 scaled"]
+    steps = np.arange(1, len(scaled.loss) + 1)
     for name, log in logs.items():
-        steps = np.arange(1, len(log.loss) + 1)
         above.plot(steps, log.loss, label=name, **styles[name])
     above.set(yscale="log", ylabel="mean squared error")
     above.set_title(
@@ -119,9 +120,9 @@ def draw(logs: dict[str, Log]) -> Figure:
     )
     above.legend(frameon=False)
 
-    name, log = list(logs.items())[-1]
-    log2_scale, skipped = np.log2(log.loss_scale), np.asarray(log.skipped)
-    below.step(steps, log2_scale, where="mid", **styles[name])
+    # The scale that each step used: a skipped step is marked at the one that overflowed.
+    log2_scale, skipped = np.log2(scaled.loss_scale), np.asarray(scaled.skipped)
+    below.step(steps, log2_scale, where="mid", **styles["float16 scaled"])
     below.plot(
         steps[skipped], log2_scale[skipped], "kx", ms=8, mew=2, label="skipped step"
     )

@@ -14,8 +14,8 @@ import optax_dls as dls
 WIDTHS = (128, 64, 16, 64, 128, 64)
 BATCH_SIZE = 512
 CHUNK = 20  # steps in one call, between two looks at the numbers
-# The weight of an auxiliary loss: it makes the gradients small, as they often are in
-# a large network, and Adam makes up for it, as long as they are not zero.
+# This weight, as of an auxiliary loss, makes the gradients as small as they often are in a
+# large network. Adam makes up for it as long as they are not zero.
 LOSS_WEIGHT = 1e-3
 
 
@@ -32,10 +32,10 @@ class Autoencoder(nn.Module):
 
 
 class Log(NamedTuple):
-    """What a run did, step by step; each of shape (steps,)."""
+    """What a run did, step by step. Each array has shape (steps,)."""
 
     loss: jax.Array  # mean squared error of the batch
-    loss_scale: jax.Array  # the scale this step used
+    loss_scale: jax.Array  # the scale that the step used
     skipped: jax.Array  # bool
     zero_share: jax.Array  # share of gradient entries that are exactly zero
 
@@ -51,7 +51,7 @@ def train(
     steps: int,
     seed: int,
 ) -> Iterator[Log]:
-    """Yields the log of every chunk of steps. Equal seeds see equal batches."""
+    """Yields the log of each chunk of steps. Runs of one seed see the same batches."""
     images = load_images()
     model = Autoencoder(dtype)
     init_key, batch_key = jax.random.split(jax.random.key(seed))
