@@ -1,5 +1,8 @@
-"""Which gradients are divided by the scale, and which pass through."""
+"""Which gradients are divided by the scale: of every kind, and all but those left out."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,156 @@ import optax
 import pytest
 
 import optax_dls as dls
+
+SCALE = 1024.0  # of what `make` makes
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def test_values_of_every_mix_of_parameter_and_gradient(make):
+    with jax.enable_x64(True):
+        tx = make(optax.sgd(0.1, momentum=0.9), init_scale=8.0)
+        params = {(p, g): jnp.ones(2, p) for p in DTYPES for g in DTYPES}
+        grads = {(p, g): jnp.array([8.0, 4.0], g) for p, g in params}
+        state = tx.init(params)
+        update = jax.jit(tx.update)
+        updates, _ = update(grads, state, params)
+        for leaf in updates.values():
+            np.testing.assert_allclose(leaf, [-0.1, -0.05], rtol=1e-6)
+        for mix, leaf in grads.items():  # an overflow in any one of them skips all
+            bad = {**grads, mix: leaf.at[1].set(jnp.inf)}
+            updates, skipped = update(bad, state, params)
+            assert not any(leaf.any() for leaf in updates.values())
+            chex.assert_trees_all_equal(skipped.inner_state, state.inner_state)
+            assert float(dls.loss_scale(skipped)) == 4.0
+
+
+def test_a_gradient_too_large_for_its_view_is_an_overflow(make):
+    with jax.enable_x64(True):
+        tx = make(init_scale=1.0)
+        params = jnp.ones(1, jnp.float32)
+        updates, state = tx.update(jnp.array([1e100]), tx.init(params), params)
+        assert updates.dtype == jnp.float32
+        assert float(updates[0]) == 0.0
+        assert float(dls.loss_scale(state)) == 0.5
+
+
+def test_complex_gradients_keep_both_parts(make):
+    tx = make(init_scale=8.0)
+    params = jnp.ones(2, jnp.complex64)
+    state = tx.init(params)
+    updates, _ = tx.update(jnp.array([8 + 16j, 4j], jnp.complex64), state, params)
+    np.testing.assert_array_equal(updates, np.array([-1 - 2j, -0.5j]))
+    for bad in (complex(jnp.inf, 0), complex(0, jnp.nan)):
+        updates, skipped = tx.update(jnp.array([1, bad], jnp.complex64), state, params)
+        np.testing.assert_array_equal(updates, np.zeros(2))
+        assert float(dls.loss_scale(skipped)) == 4.0
+
+
+def test_a_complex_gradient_of_a_real_parameter_is_refused(make):
+    tx = make()
+    params = {"w": jnp.ones(1)}
+    grads = {"w": jnp.ones(1, jnp.complex64)}
+    with pytest.raises(TypeError, match=r"grads\['w'\] has dtype complex64.*real"):
+        tx.update(grads, tx.init(params), params)
+
+
+@pytest.mark.standard_promotion
+def test_float0_and_integer_leaves_neither_vote_nor_break(make):
+    tx = make(optax.adam(1.0))
+    params = {"w": jnp.ones(2), "i": jnp.array([3, 4], jnp.int32)}
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        def loss_fn(params):
+            return jnp.sum(params["w"] * params["i"].astype(jnp.float32))
+
+        grad_fn = functools.partial(jax.value_and_grad, allow_int=True)
+        _, grads = dls.value_and_scaled_grad(loss_fn, value_and_grad=grad_fn)(
+            params, state=state
+        )
+        assert grads["i"].dtype == jax.dtypes.float0
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    new_params, new_state = step(params, state)
+    assert jax.tree.map(jax.typeof, new_state) == jax.tree.map(jax.typeof, state)
+    np.testing.assert_allclose(new_params["w"], [0.0, 0.0], atol=1e-5)
+    np.testing.assert_array_equal(new_params["i"], [3, 4])
+    assert new_params["i"].dtype == jnp.int32
+
+    big = {"w": jnp.ones(2), "i": jnp.array([2**31 - 1, 0], jnp.int32)}
+    _, state = tx.update(big, state, params)
+    assert bool(state.scaler.grads_finite)
+
+
+@pytest.mark.parametrize(
+    ("params", "grads"),
+    [
+        ({}, {}),
+        ({"a": None}, {"a": None}),
+        ({"a": jnp.ones((0, 3))}, {"a": jnp.ones((0, 3))}),
+        ({"a": optax.MaskedNode()}, {"a": optax.MaskedNode()}),
+        ({"a": jnp.ones(2)}, {"a": None}),
+    ],
+    ids=["empty-tree", "none", "empty-leaf", "masked-node", "no-gradient"],
+)
+def test_nothing_to_do_is_a_finite_step(make, params, grads):
+    tx = make(growth_interval=1)
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(grads)
+    assert bool(state.scaler.grads_finite)
+    assert float(dls.loss_scale(state)) == 2 * SCALE
+
+
+def test_a_none_gradient_reaches_the_inner_optimizer(make):
+    params = {"a": jnp.ones(2), "frozen": {"b": jnp.ones(2)}}
+    grads = {"a": jnp.full(2, SCALE), "frozen": {"b": None}}
+    tx = make(optax.sgd(1.0))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates["frozen"] == {"b": None}
+    np.testing.assert_array_equal(updates["a"], [-1.0, -1.0])
+    # Momentum loses its trace of such a leaf: its state changes structure.
+    tx = make(optax.sgd(1.0, momentum=0.9))
+    with pytest.raises(ValueError, match="leave it out with optax.partition"):
+        tx.update(grads, tx.init(params), params)
+
+
+def test_a_none_may_stand_for_a_whole_subtree_of_parameters(make):
+    tx = make(optax.identity())
+    params = {"a": jnp.ones(1), "b": {"c": jnp.ones(1)}}
+    updates, _ = tx.update({"a": jnp.ones(1), "b": None}, tx.init(params), params)
+    assert updates["b"] is None
+
+
+@pytest.mark.parametrize(
+    ("grads", "named"),
+    [
+        ({"a": jnp.ones(1)}, r"params\['b'\]\['c'\] has no gradient"),
+        (
+            {"a": jnp.ones(1), "b": {"c": jnp.ones(1)}, "d": jnp.ones(1)},
+            r"grads\['d'\] has no parameter",
+        ),
+        ({"a": jnp.ones(1), "b": jnp.ones(1)}, r"grads\['b'\] has no parameter"),
+        ((jnp.ones(1), jnp.ones(1)), r"grads\[0\] has no parameter"),
+        (
+            {"a": jnp.ones(1), "b": {"c": optax.MaskedNode()}},
+            r"params\['b'\]\['c'\] has no gradient",
+        ),
+    ],
+)
+def test_gradients_of_another_tree_are_refused_by_path(make, grads, named):
+    tx = make()
+    params = {"a": jnp.ones(1), "b": {"c": jnp.ones(1)}}
+    with pytest.raises(ValueError, match=named):
+        tx.update(grads, tx.init(params), params)
+
+
+def test_other_containers_are_refused(make):
+    tx = make()
+    with pytest.raises(ValueError, match="but not their containers"):
+        tx.update([jnp.ones(1)], tx.init([jnp.ones(1)]), (jnp.ones(1),))
 
 
 def rosenbrock(w):
