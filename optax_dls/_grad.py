@@ -1,22 +1,20 @@
 """The loss side: scale the loss, take its gradient, hand back the true value."""
 
 import functools
-import numbers
-import warnings
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from . import _grad_checks
 from ._dtypes import at_least_float32
-from ._lookup import loss_scale, scaler_state, with_scaler
+from ._lookup import with_scaler
 from ._retry import Output, check_max_retries, with_retries
-from ._scaler_state import ScalerState, scaling_is_off
+from ._scaler_state import ScalerState
+from ._unscale import Mask, unscaled_dtypes
 from ._unscale import unscale as divide_by_scale
-from ._unscale import unscaled_dtypes
+from ._variables import with_copied_variables, write_values, written_values
 
 
 def scale_loss(loss: ArrayLike, state: object) -> jax.Array:
@@ -48,39 +46,16 @@ def scale_loss(loss: ArrayLike, state: object) -> jax.Array:
       >>> float(dls.scale_loss(jnp.float32(0.5), state))
       64.0
     """
-    scaler = scaler_state(state)
-    if not isinstance(loss, jax.Array | np.ndarray | np.generic | numbers.Number):
-        raise TypeError(
-            f"loss must be a real scalar, got {type(loss).__name__}. Does the loss function "
-            "return it?"
-        )
-    loss = jnp.asarray(loss)
-    if loss.shape != ():
-        raise ValueError(
-            f"loss must be a scalar of shape (), got shape {loss.shape}. Reduce it, e.g. "
-            "with jnp.mean."
-        )
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(
-            f"loss must be a real floating-point number, got dtype {loss.dtype}. Return "
-            "float32."
-        )
-    if loss.dtype == jnp.float16 and not scaling_is_off(scaler):
-        warnings.warn(
-            "The loss is float16: its gradient is the loss scale itself, so scales above "
-            "2**15 overflow. Return loss.astype(jnp.float32).",
-            stacklevel=2,
-        )
-    if scaler.loss_scale.ndim:
-        raise ValueError(
-            "state must hold one scale, got scales of shape "
-            f"{scaler.loss_scale.shape}. Take the step of a population under jax.vmap."
-        )
+    scaler = _grad_checks.one_scaler(state)
+    loss = _grad_checks.checked_loss(loss, scaler)
     wide = at_least_float32(loss.dtype)
-    return loss.astype(wide) * scaler.loss_scale.astype(wide)
+    with jax.named_scope("scale_loss"):
+        return loss.astype(wide) * scaler.loss_scale.astype(wide)
 
 
-def unscale(grads: optax.Updates, state: object) -> optax.Updates:
+def unscale(
+    grads: optax.Updates, state: object, *, mask: Mask | None = None
+) -> optax.Updates:
     r"""True gradients from scaled ones, for logging and for hand-written loops.
 
     .. math:: \text{float32}(g) / S
@@ -91,12 +66,16 @@ def unscale(grads: optax.Updates, state: object) -> optax.Updates:
       grads: the gradients of a scaled loss.
       state: the state whose scale multiplied that loss, i.e. from *before*
         ``tx.update``, or anything that holds exactly one scaler.
+      mask: as for :func:`value_and_scaled_grad`.
 
     Returns:
-      The same tree in at least float32. Integer, float0 and None leaves pass through.
+      The same tree in at least float32. Integer, float0 and None leaves pass through, and
+      so do those that ``mask`` leaves out and those under a key
+      ``_overwrite_with_gradient``.
 
     Raises:
-      TypeError, ValueError: as :func:`scaler_state`.
+      TypeError, ValueError: as :func:`scaler_state`; ValueError also for the state of a
+        population, which is unscaled under ``jax.vmap``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -106,7 +85,8 @@ def unscale(grads: optax.Updates, state: object) -> optax.Updates:
       >>> dls.unscale({"w": jnp.array([128.0, 64.0], jnp.float16)}, state)
       {'w': Array([1. , 0.5], dtype=float32)}
     """
-    return divide_by_scale(grads, loss_scale(state), unscaled_dtypes(grads))
+    scaler = _grad_checks.one_scaler(state)
+    return divide_by_scale(grads, scaler.loss_scale, unscaled_dtypes(grads, mask))
 
 
 def value_and_scaled_grad(
@@ -116,13 +96,14 @@ def value_and_scaled_grad(
     *,
     value_and_grad: Callable = jax.value_and_grad,
     max_retries: int | None = None,
+    mask: Mask | None = None,
 ) -> Callable:
     r"""Like ``jax.value_and_grad``: the true value, and the scaled gradient.
 
     .. math:: (\text{loss},\ \nabla (S \cdot \text{float32}(\text{loss})))
 
-    The value comes out of the forward pass as it was, it is not divided back; so it is
-    right even where the scaled one overflows.
+    The value is that of the forward pass. It is not divided back, so it is right even
+    where the scaled one overflows.
 
     Args:
       fun: returns a scalar loss, or ``(loss, aux)`` with ``has_aux``.
@@ -130,32 +111,54 @@ def value_and_scaled_grad(
       has_aux: whether ``fun`` returns auxiliary data beside the loss.
       value_and_grad: what takes the gradient. ``nnx.value_and_grad`` and
         ``eqx.filter_value_and_grad`` serve those frameworks, and
-        ``functools.partial(jax.value_and_grad, allow_int=True)`` integer parameters.
-      max_retries: for batches that cannot be lost, as in on-policy reinforcement
-        learning: where gradients overflow, compute them again at half the scale, up to
-        so many times, in a ``lax.while_loop``. The optimizer needs
-        ``loss_scaling(optimizer, rules.retrying(rules.dynamic()))``. Off by default,
-        since a lost batch in two thousand costs less than a second read of every
-        gradient. A NaN that stays, and a loss that is not finite, lead to an ordinary
-        skip with one backoff; so does a scale that is more than ``2**max_retries`` times
-        too high. Devices that share a scale retry together; so do the members of a
-        population that JAX cannot tell apart (``axis_name=()``).
+        ``functools.partial(jax.value_and_grad, allow_int=True)`` integer parameters. A
+        function of your own may accumulate over micro-batches, as below. It is called as
+        ``value_and_grad(scaled_fun, has_aux=True)``, with ``argnums`` if they are not 0.
+      max_retries: how often to take a gradient again that overflows, each time at half
+        the scale; see below. At most 226, from the largest scale to the smallest.
+      mask: which gradients are linear in the loss, a tree of bools like the gradients, or
+        a prefix of it, or a function that makes it of them. Where it is False, retries
+        leave the leaf as it is, neither rescaled nor checked. Leaves under a key
+        ``_overwrite_with_gradient``, where Flax keeps the float8 scales, are left out
+        without it.
 
     Returns:
       A function of the arguments of ``fun`` and of ``state=``, the optimizer state (or
       anything that holds exactly one scaler), which gives ``(loss, grads)`` or
       ``((loss, aux), grads)``. Hand the gradients to ``tx.update`` with the same state.
+      With ``max_retries``, also 0, it gives ``(loss, grads, state)``.
 
-      With ``max_retries``, also 0, it gives ``(loss, grads, state)``: hand that state to
-      ``tx.update``, which then moves the scale as if each retry had been a step that
-      overflowed. Only the counters in it are new (``total_retries`` among them). The
-      scale is the one that came in, and the gradients, in at least float32, are what
-      that scale would have given: so it stays the only scale, and even the old state
-      unscales them rightly.
+      ``jax.vmap`` maps every keyword argument, so bind the state of one scaler first:
+      ``jax.vmap(functools.partial(grad_fn, state=state), in_axes=(None, 0))``.
+
+    Retries:
+      They are for batches that cannot be lost, as in on-policy reinforcement learning.
+      They are off by default, since a lost batch in two thousand costs less than a second
+      read of every gradient.
+
+      - The optimizer is ``loss_scaling(optimizer, rules.retrying(rules.dynamic()))``.
+      - Go on with the state that comes back: hand it to the next call, or to
+        ``tx.update``, which moves the scale as if each retry had been a step that
+        overflowed. Of several gradients before one update, those of micro-batches for
+        instance, the one with the most retries counts.
+      - That state differs from the old one in its counters alone; ``total_retries`` is
+        one of them. Its scale is still S, and the gradients, in at least float32, are
+        what S would have given.
+      - A NaN that stays leads to an ordinary skip with one backoff, and so does a scale
+        that is more than ``2**max_retries`` times too high. A loss that is not finite is
+        not retried.
+      - Devices that share a scale retry together; so do the members of a population that
+        JAX cannot tell apart (``axis_name=()``).
+      - The retries are a ``lax.while_loop``. Each attempt begins with the NNX variables
+        as they were before the first, such as batch statistics and the counters of random
+        numbers. What the last attempt writes stays, whether or not the step is skipped.
+      - For gradients of single examples, map in a ``value_and_grad`` of your own. Under
+        an outer ``jax.vmap`` each example would retry and count alone.
 
     Raises:
       TypeError: ``state=`` is missing, or the loss is an integer or complex; or ``fun``
-        does not return what ``has_aux`` says.
+        does not return what ``has_aux`` says; or an argument to differentiate is not all
+        floats.
       ValueError: the loss is not a scalar, or as :func:`scaler_state`.
 
     Example:
@@ -172,66 +175,71 @@ def value_and_scaled_grad(
       >>> rule = dls.rules.retrying(dls.rules.dynamic(init_scale=2.0**15))
       >>> tx = dls.loss_scaling(optax.sgd(1.0), rule)
       >>> params = jnp.zeros(1)
-      >>> grad_fn = dls.value_and_scaled_grad(
-      ...     lambda w: jnp.sum(4.0 * w.astype(jnp.float16).astype(jnp.float32)),
-      ...     max_retries=3,
-      ... )
-      >>> loss, grads, state = grad_fn(params, state=tx.init(params))
+      >>> def loss_fn(w, x):
+      ...     return jnp.sum(x * w.astype(jnp.float16).astype(jnp.float32))
+      >>> grad_fn = dls.value_and_scaled_grad(loss_fn, max_retries=3)
+      >>> loss, grads, state = grad_fn(params, 4.0, state=tx.init(params))
       >>> updates, state = tx.update(grads, state, params)
       >>> print(updates, dls.loss_scale(state), optax.tree.get(state, "total_retries"))
       [-4.] 8192.0 2
+
+      The mean over micro-batches, retried as a whole:
+
+      >>> def mean_of_micro_batches(fun, has_aux):
+      ...     grad_fn = jax.value_and_grad(fun, has_aux=has_aux)
+      ...     def mean(params, batches):
+      ...         def add(total, batch):
+      ...             return jax.tree.map(jnp.add, total, grad_fn(params, batch)), None
+      ...         shapes = jax.eval_shape(grad_fn, params, batches[0])
+      ...         zeros = jax.tree.map(jnp.zeros_like, shapes)
+      ...         total, _ = jax.lax.scan(add, zeros, batches)
+      ...         return jax.tree.map(lambda x: x / len(batches), total)
+      ...     return mean
+      >>> grad_fn = dls.value_and_scaled_grad(
+      ...     loss_fn, value_and_grad=mean_of_micro_batches, max_retries=3
+      ... )
+      >>> loss, grads, state = grad_fn(params, jnp.array([8.0, 4.0]), state=state)
+      >>> print(dls.unscale(grads, state), optax.tree.get(state, "total_retries"))
+      [6.] 3
     """
     if not callable(fun):
         raise TypeError(
             f"fun must be a loss function, got {type(fun).__name__}. Pass the function, "
             "and its arguments to what this returns."
         )
+    _grad_checks.check_argnums(argnums, value_and_grad)
     check_max_retries(max_retries)
     # Not every framework's function has argnums.
     keywords = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
 
+    def attempt(scaler: ScalerState, args: tuple, kwargs: dict) -> Output:
+        def scaled_fun(*args, **kwargs):  # type: ignore[no-untyped-def]
+            output = fun(*args, **kwargs)
+            loss, aux = _grad_checks.split_output(output, has_aux)
+            return scale_loss(loss, scaler), (loss, aux)
+
+        differentiated = value_and_grad(scaled_fun, has_aux=True, **keywords)
+        (_, value), grads = differentiated(*args, **kwargs)
+        return value, grads
+
     @functools.wraps(fun)
     def value_and_scaled_grad_fun(*args, state=None, **kwargs):  # type: ignore[no-untyped-def]
-        if state is None:
-            raise TypeError(
-                "state= is missing: value_and_scaled_grad takes the scale from the "
-                "optimizer state. Call value_and_scaled_grad(loss_fn)(params, ..., "
-                "state=opt_state) with the opt_state that tx.init or tx.update gave."
-            )
-        scaler = scaler_state(state)
-
-        def attempt(scaler: ScalerState) -> Output:
-            def scaled_fun(*args, **kwargs):  # type: ignore[no-untyped-def]
-                loss, aux = _split(fun(*args, **kwargs), has_aux)
-                return scale_loss(loss, scaler), (loss, aux)
-
-            differentiated = value_and_grad(scaled_fun, has_aux=True, **keywords)
-            (_, value), grads = differentiated(*args, **kwargs)
-            return value, grads
-
+        scaler = _grad_checks.scaler_for(fun, state, args, kwargs)
+        if value_and_grad is jax.value_and_grad:
+            _grad_checks.check_differentiable(args, argnums)
         if max_retries is None:
-            (loss, aux), grads = attempt(scaler)
+            (loss, aux), grads = attempt(scaler, args, kwargs)
             return ((loss, aux) if has_aux else loss), grads
-        ((loss, aux), grads), scaler = with_retries(attempt, scaler, max_retries)
+
+        def attempt_on_copies(scaler: ScalerState) -> Output:
+            copies = with_copied_variables((args, kwargs))
+            (loss, aux), grads = attempt(scaler, *copies)
+            written = written_values(copies, (args, kwargs))
+            return (loss, (aux, written)), grads
+
+        output, scaler = with_retries(attempt_on_copies, scaler, max_retries, mask)
+        (loss, (aux, written)), grads = output
+        write_values((args, kwargs), written)
         return ((loss, aux) if has_aux else loss), grads, with_scaler(state, scaler)
 
     return value_and_scaled_grad_fun
-
-
-def _split(output: object, has_aux: bool) -> tuple:
-    """(loss, aux) of what a loss function returned."""
-    if has_aux:
-        if not isinstance(output, tuple) or len(output) != 2:
-            is_array = isinstance(output, jax.Array)
-            raise TypeError(
-                "has_aux=True, so fun must return a pair (loss, aux), got "
-                f"{'one array' if is_array else type(output).__name__}. Return both, or "
-                "leave has_aux out."
-            )
-        return output
-    if isinstance(output, tuple | list | dict):
-        raise TypeError(
-            f"fun must return a scalar loss, got a {type(output).__name__}. If it returns "
-            "(loss, aux), pass has_aux=True."
-        )
-    return output, None

@@ -19,6 +19,8 @@ from ._unscale import unscale, unscaled_dtypes
 LOG2_LARGEST_COTANGENT = 5
 BACKOFF_FACTOR = 2.0**-8
 ATTEMPTS = 4
+# The name of these operations in profiles, beside those of the layer.
+_scope = functools.partial(jax.named_scope, "layer_scaling")
 
 
 def layer_scaling(fn: Callable) -> Callable:
@@ -102,13 +104,13 @@ def layer_scaling(fn: Callable) -> Callable:
             vjp, output = residuals
 
             def attempt(scale):  # type: ignore[no-untyped-def]
-                scaled = jax.tree.map(
-                    lambda g, y: _times(g, scale, y.dtype),
-                    cotangents,
-                    output,
-                )
+                with _scope():
+                    scaled = jax.tree.map(
+                        lambda g, y: _times(g, scale, y.dtype), cotangents, output
+                    )
                 grads = vjp(scaled)
-                return unscale(grads, scale, unscaled_dtypes(grads))
+                with _scope():
+                    return unscale(grads, scale, unscaled_dtypes(grads))
 
             return _first_finite(attempt, _first_scale(cotangents))
 
@@ -139,6 +141,7 @@ def _check_args(args: tuple) -> None:
             )
 
 
+@_scope()
 def _first_scale(cotangents: optax.Updates) -> jax.Array:
     """The power of two that brings the largest cotangent just below the limit."""
     # Layers may sum over devices, which have to scale alike then.
@@ -146,8 +149,9 @@ def _first_scale(cotangents: optax.Updates) -> jax.Array:
         largest_finite(cotangents), jnp.float32(1), axis_name=None
     )
     _, exponent = jnp.frexp(largest)
-    # Far enough from the ends of float32 for the scale and its reciprocal.
-    exponent = jnp.clip(LOG2_LARGEST_COTANGENT - exponent, -90, 120)
+    # So that the reciprocal of the scale is a normal number too. The scale of the largest
+    # float32 number, 2**-123, needs no bound from below.
+    exponent = jnp.minimum(LOG2_LARGEST_COTANGENT - exponent, 120)
     scale = jnp.ldexp(jnp.ones_like(largest), exponent)
     return jnp.where(largest > 0, scale, 1.0)
 
@@ -160,8 +164,9 @@ def _first_finite(
     def body(carry):  # type: ignore[no-untyped-def]
         scale, count, *_ = carry
         grads = attempt(scale)
-        # One decision, since a layer may wait for other devices.
-        (finite,) = agree([all_finite(grads)], jnp.float32(1), None)
+        with _scope():
+            # One decision, since a layer may wait for other devices.
+            (finite,) = agree([all_finite(grads)], jnp.float32(1), None)
         return scale * BACKOFF_FACTOR, count + 1, finite, grads
 
     start = (scale, jnp.zeros_like(scale, jnp.int32))

@@ -92,12 +92,14 @@ def next_scaler(
       step: what the step has shown.
       applied: whether the step was applied.
       updates_rule: false where a loss or an update that is not finite made it skip. No
-        scale could have helped there, so the scale stays.
+        scale could have helped there, so the scale stays. A rule that asks for this flag
+        sees to that itself: ``rules.retrying`` does, for retries before such a step.
     """
     before = (scaler.loss_scale, scaler.rule_state)
     all_info = {
         "last_finite": scaler.grads_finite,
         "largest_gradient": step.largest_gradient,
+        "updates_rule": updates_rule,
     }
     info = {name: all_info[name] for name in rule.needs}
     after = keep_types(
@@ -106,7 +108,9 @@ def next_scaler(
         "rule.update",
         "Give back (loss_scale, rule_state), the latter as rule.init made it.",
     )
-    loss_scale, rule_state = tree_where(updates_rule, after, before)
+    if "updates_rule" not in rule.needs:
+        after = tree_where(updates_rule, after, before)
+    loss_scale, rule_state = after
     consecutive_skips = optax.safe_increment(scaler.consecutive_skips)
     total_skips = optax.safe_increment(scaler.total_skips)
     new = ScalerState(

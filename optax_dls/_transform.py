@@ -27,7 +27,7 @@ from ._stable_types import (
     strongly_typed_copy,
     tree_where,
 )
-from ._unscale import Mask, align, scaled_only, unscale
+from ._unscale import Mask, align, scaled_leaves, unscale
 
 
 class LossScaling(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -138,7 +138,7 @@ def loss_scaling(
 
         scale = state.scaler.loss_scale
         with jax.named_scope("check_finite"):
-            checked = scaled_only(unscale(grads, scale, dtypes), dtypes)
+            checked = scaled_leaves(unscale(grads, scale, dtypes), dtypes)
             value = _checks.checked_value(extra_args.get("value"))
             flags = [all_finite(checked), all_finite(value)]
             grads_finite, value_finite = agree(flags, scale, axis_name)

@@ -16,23 +16,44 @@ from ._dtypes import at_least_float32, is_inexact
 Mask: TypeAlias = optax.Params | Callable[[optax.Params], optax.Params]
 
 
-def unscaled_dtypes(grads: optax.Updates) -> optax.Updates:
-    """The dtypes of the unscaled gradients; None for a leaf that passes through."""
+def unscaled_dtypes(grads: optax.Updates, mask: Mask | None = None) -> optax.Updates:
+    """The dtypes of the unscaled gradients; None for a leaf that passes through.
+
+    These are the leaves that cannot overflow, those that ``mask`` leaves out, and those
+    that are no gradients: :func:`overwrites_with_gradient`.
+
+    Args:
+      grads: the gradients.
+      mask: as for ``optax.masked``, a tree of bools like the gradients, or a prefix of
+        it, or a function that makes it of them.
+
+    Raises:
+      TypeError, ValueError: ``mask`` is no such tree.
+    """
 
     def unscaled_dtype(path: jax.tree_util.KeyPath, g: ArrayLike) -> np.dtype | None:
-        if not is_inexact(g) or overwrites_with_gradient(path):
+        if overwrites_with_gradient(path) or not is_inexact(g):
             return None
         return at_least_float32(jnp.result_type(g))
 
-    return jax.tree_util.tree_map_with_path(unscaled_dtype, grads)
+    dtypes = jax.tree_util.tree_map_with_path(unscaled_dtype, grads)
+    return _masked(dtypes, grads, mask)
 
 
 def overwrites_with_gradient(path: jax.tree_util.KeyPath) -> bool:
-    """Whether a leaf is new state that travels as a gradient, as Flax's float8 layers do it.
+    """Whether a leaf is new state that travels as a gradient, as Flax's float8 scales do.
 
-    It does not grow with the loss, so it is neither unscaled nor checked.
+    Its gradient takes its place as it is. It is not linear in the loss.
     """
-    return any(getattr(key, "key", None) == "_overwrite_with_gradient" for key in path)
+    keys = (getattr(entry, "key", getattr(entry, "name", None)) for entry in path)
+    return "_overwrite_with_gradient" in keys
+
+
+def scaled_leaves(grads: optax.Updates, dtypes: optax.Updates) -> optax.Updates:
+    """The gradients without the leaves that pass through, for the finite check."""
+    return jax.tree.map(
+        lambda g, dtype: None if dtype is None else g, grads, dtypes, is_leaf=_is_none
+    )
 
 
 def align(
@@ -59,16 +80,7 @@ def align(
     dtypes = jax.tree_util.tree_map_with_path(
         _unscaled_dtype, arrays, params, is_leaf=_is_none
     )
-    if mask is None:
-        return arrays, dtypes
-    return arrays, _masked(dtypes, mask(params) if callable(mask) else mask)
-
-
-def scaled_only(grads: optax.Updates, dtypes: optax.Updates) -> optax.Updates:
-    """The gradients that are scaled and checked, and None in the place of the others."""
-    return jax.tree.map(
-        lambda g, dtype: None if dtype is None else g, grads, dtypes, is_leaf=_is_none
-    )
+    return arrays, _masked(dtypes, params, mask)
 
 
 def unscale(
@@ -92,6 +104,39 @@ def unscale(
         return (g.astype(wide) * reciprocal(wide)).astype(dtype)
 
     return jax.tree.map(unscale_leaf, grads, dtypes, is_leaf=_is_none)
+
+
+def _masked(
+    dtypes: optax.Updates, tree: optax.Params, mask: Mask | None
+) -> optax.Updates:
+    """The dtypes where the mask holds, else None."""
+    if mask is None:
+        return dtypes
+    mask = mask(tree) if callable(mask) else mask
+    _check_mask(mask, tree)
+
+    def mask_part(flag: bool, part: optax.Updates) -> optax.Updates:
+        return part if flag else jax.tree.map(lambda _: None, part)
+
+    return jax.tree.map(mask_part, mask, dtypes)
+
+
+def _check_mask(mask: optax.Params, tree: optax.Params) -> None:
+    """Raises unless the mask is a tree of bools like the gradients, or a prefix of it."""
+    for path, stays in jax.tree_util.tree_flatten_with_path(mask)[0]:
+        if not isinstance(stays, bool | np.bool_):
+            raise TypeError(
+                f"mask{jax.tree_util.keystr(path)} must be True or False, got {stays!r}. "
+                "False leaves the gradient as it is, neither scaled nor checked."
+            )
+    try:
+        jax.tree.map(lambda stays, part: None, mask, tree)
+    except ValueError as error:
+        raise ValueError(
+            "mask must be a tree like the gradients, or a prefix of it, got "
+            f"{jax.tree.structure(mask)} for gradients of {jax.tree.structure(tree)}. "
+            "Build it by jax.tree.map, or pass a function of the gradients."
+        ) from error
 
 
 def _is_none(leaf: object) -> bool:
@@ -124,21 +169,6 @@ def _unscaled_dtype(
             "Differentiate a real loss, or take the real part."
         )
     return dtype
-
-
-def _masked(dtypes: optax.Updates, mask: optax.Params) -> optax.Updates:
-    """The dtypes where ``mask``, a tree or the upper part of one, is true; else None."""
-
-    def mask_part(flag: bool, part: optax.Updates) -> optax.Updates:
-        return part if flag else jax.tree.map(lambda _: None, part)
-
-    try:
-        return jax.tree.map(mask_part, mask, dtypes)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            "mask must be a tree of bools like the parameters (or its upper part), or a "
-            f"function of them that gives one, got {mask!r}: {error}"
-        ) from error
 
 
 def _check_structure(grads: optax.Updates, params: optax.Params) -> None:

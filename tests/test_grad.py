@@ -3,11 +3,13 @@
 import collections
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import optax_dls as dls
 
@@ -140,9 +142,104 @@ class TestValueAndScaledGrad:
         with pytest.raises(error, match=message):
             dls.value_and_scaled_grad(loss_fn, has_aux=has_aux)(W, state=state_of())
 
+    @pytest.mark.parametrize(
+        "argnums", [optax.sgd(0.1), W, {"w": W}, "w", 1.5, True, (0, optax.sgd(0.1))]
+    )
+    def test_anything_but_positions_is_refused_as_argnums(self, argnums):
+        with pytest.raises(
+            TypeError, match=r"argnums must be.*\(params, batch, state="
+        ):
+            dls.value_and_scaled_grad(quadratic, argnums)
+
+    def test_an_optimizer_is_no_argnums_of_another_framework_either(self):
+        with pytest.raises(TypeError, match="argnums must be"):
+            dls.value_and_scaled_grad(
+                quadratic, optax.sgd(0.1), value_and_grad=eqx.filter_value_and_grad
+            )
+
+    def test_a_selection_of_another_framework_goes_through(self):
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        kernel = nnx.PathContains("kernel")
+        _, grads = dls.value_and_scaled_grad(
+            lambda model: jnp.sum(model(X[None])),
+            nnx.DiffState(0, kernel),
+            value_and_grad=nnx.value_and_grad,
+        )(model, state=state_of())
+        assert list(grads) == ["kernel"]
+        np.testing.assert_array_equal(grads["kernel"][...][:, 0], SCALE * X)
+
+    @pytest.mark.parametrize(
+        ("args", "argnums", "message"),
+        [
+            ((W, {"relu": jax.nn.relu}), 1, r"args\[1\]\['relu'\].*custom_jvp"),
+            ((W, [X, X > 0]), -1, r"args\[1\]\[1\] has no gradient.*bool\[2\]"),
+            ((3, X), (0, 1), r"args\[0\] has no gradient.*int32"),
+        ],
+    )
+    def test_arguments_without_a_gradient_are_refused(self, args, argnums, message):
+        with pytest.raises(TypeError, match=f"{message}.*eqx.filter_value_and_grad"):
+            dls.value_and_scaled_grad(quadratic, argnums)(*args, state=state_of())
+
+    def test_integer_parameters_with_allow_int(self):
+        _, grads = dls.value_and_scaled_grad(
+            lambda p: jnp.sum(p["w"] ** 2),
+            value_and_grad=functools.partial(jax.value_and_grad, allow_int=True),
+        )({"w": W, "step": jnp.array(3)}, state=state_of())
+        np.testing.assert_array_equal(grads["w"], SCALE * 2 * W)
+        assert grads["step"].dtype == jax.dtypes.float0
+
+    def test_the_scales_of_a_population_are_refused(self):
+        tx = dls.static_loss_scaling(optax.sgd(1.0), 8.0)
+        states = jax.vmap(tx.init)(jnp.zeros(3))
+        with pytest.raises(ValueError, match=r"shape \(3,\).*jax.vmap"):
+            dls.value_and_scaled_grad(quadratic)(W, X, state=states)
+
     def test_a_value_in_place_of_the_function_is_refused(self):
         with pytest.raises(TypeError, match="fun must be a loss function"):
             dls.value_and_scaled_grad(quadratic(W, X))
+
+
+class TestALossWithAnArgumentNamedState:
+    """As Haiku and Equinox have it, for batch statistics."""
+
+    @staticmethod
+    def loss_fn(w, state, x):
+        return quadratic(w, x + state["mean"])
+
+    expected = SCALE * jax.grad(quadratic)(W, X + 1.0)
+
+    @pytest.mark.parametrize("bind", [False, True])
+    def test_its_own_goes_positionally_or_bound(self, bind):
+        own = {"mean": jnp.ones(2)}
+        if bind:
+            grad_fn = dls.value_and_scaled_grad(
+                functools.partial(self.loss_fn, state=own)
+            )
+            _, grads = grad_fn(W, x=X, state=state_of())
+        else:
+            grad_fn = dls.value_and_scaled_grad(self.loss_fn)
+            _, grads = grad_fn(W, own, X, state=state_of())
+        np.testing.assert_array_equal(grads, self.expected)
+
+    @pytest.mark.parametrize(
+        ("args", "state", "error", "message"),
+        [
+            ((W,), {"mean": 1.0}, ValueError, "holds no loss scaler.*"),
+            ((W,), X, TypeError, "must be the optimizer state.*"),
+            ((W,), state_of(), TypeError, "fun has not got its own argument state. "),
+        ],
+    )
+    def test_its_own_in_the_place_of_ours(self, args, state, error, message):
+        message += "The keyword state= is taken.* positionally, or is bound by"
+        with pytest.raises(error, match=message):
+            dls.value_and_scaled_grad(self.loss_fn)(*args, x=X, state=state)
+
+    def test_one_with_a_default_may_be_left_out(self):
+        def loss_fn(w, x, state=None):
+            return quadratic(w, x) if state is None else jnp.nan
+
+        loss, _ = dls.value_and_scaled_grad(loss_fn)(W, X, state=state_of())
+        assert loss == quadratic(W, X)
 
 
 class TestScaleLoss:
@@ -190,6 +287,15 @@ class TestScaleLoss:
 
 
 class TestUnscale:
+    def test_the_scales_of_a_population_are_refused_outside_vmap(self):
+        tx = dls.static_loss_scaling(optax.sgd(1.0), 8.0)
+        states = jax.vmap(tx.init)(jnp.zeros(2))
+        states = optax.tree.set(states, loss_scale=jnp.array([2.0, 4.0]))
+        grads = jnp.array([[2.0, 2.0], [4.0, 4.0]])
+        with pytest.raises(ValueError, match=r"shape \(2,\).*jax.vmap"):
+            dls.unscale(grads, states)
+        np.testing.assert_array_equal(jax.vmap(dls.unscale)(grads, states), 1.0)
+
     def test_divides_in_float32(self):
         grads = dls.unscale(jnp.array([6.55e-4], jnp.float16), state_of(2.0**16))
         assert grads.dtype == jnp.float32

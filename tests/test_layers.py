@@ -72,14 +72,31 @@ def test_a_layer_that_overflows_at_the_first_scale_is_tried_at_a_lower_one():
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_what_is_not_finite_is_handed_on_and_the_step_is_skipped(bad):
     tx = dls.dynamic_loss_scaling(optax.sgd(1.0))
-    state = tx.init(W)
-    _, grads = dls.value_and_scaled_grad(loss)(
-        W, X.at[0, 0].set(bad), dls.layer_scaling, state=state
-    )
+
+    @jax.jit
+    def step(x, state):
+        _, grads = dls.value_and_scaled_grad(loss)(W, x, dls.layer_scaling, state=state)
+        return grads, *tx.update(grads, state, W)
+
+    grads, updates, state = step(X.at[0, 0].set(bad), tx.init(W))
     assert not dls.all_finite(grads)
-    updates, state = tx.update(grads, state, W)
     assert not updates.any()
     assert int(state.scaler.total_skips) == 1
+
+
+@pytest.mark.parametrize("weight", [2.0**-124, 2.0**123])
+def test_gradients_at_the_ends_of_float32(weight):
+    """Where the power of two that fits best, or its reciprocal, is no normal number."""
+    layer = dls.layer_scaling(lambda w: jnp.float16(16) * w.astype(jnp.float16))
+    grad = jax.jit(jax.grad(lambda w: weight * layer(w)))(jnp.float32(1))
+    assert float(grad) == 16 * weight
+
+
+def test_its_operations_are_named_in_profiles_beside_those_of_the_layer():
+    grad_fn = jax.jit(jax.grad(loss), static_argnums=2)
+    text = grad_fn.lower(W, X, dls.layer_scaling).as_text(debug_info=True)
+    assert "body/layer_scaling/is_finite" in text
+    assert "layer_scaling/dot_general" not in text
 
 
 def test_zero_gradients_stay_zero():
@@ -100,7 +117,7 @@ def test_trees_integers_and_half_precision_parameters():
         assert out["rows"].dtype == jnp.float32
         return 1e-3 * jnp.sum(out["rows"]) / out["count"]
 
-    grads = jax.grad(total)(params)
+    grads = jax.jit(jax.grad(total))(params)
     assert all(g.dtype == jnp.float16 for g in jax.tree.leaves(grads))
     assert_close(grads["table"].sum(1), 1e-3 / 3 * 16 * jnp.zeros(16).at[ids].add(1.0))
 
@@ -153,8 +170,11 @@ def test_linen():
                 x = Scaled(nn.Dense(16, dtype=jnp.float16))(x)
             return x
 
+    def loss(params):
+        return 1e-12 * jnp.sum(Model().apply(params, X) ** 2)
+
     params = Model().init(jax.random.key(0), X)
-    grads = jax.grad(lambda p: 1e-12 * jnp.sum(Model().apply(p, X) ** 2))(params)
+    grads = jax.jit(jax.grad(loss))(params)
     assert jax.tree.structure(grads) == jax.tree.structure(params)
     for grad in jax.tree.leaves(grads):
         assert float(jnp.mean(grad == 0)) == 0.0
@@ -281,9 +301,11 @@ class TestDevices:
 
     def test_members_under_vmap_have_scales_of_their_own(self):
         weights = jnp.array([1e-20, 1.0, 1e10])
-        grads = jax.vmap(lambda k: jax.grad(loss)(W, X, dls.layer_scaling, k))(weights)
+        grad_fn = jax.grad(loss)
+        members = jax.vmap(lambda weight: grad_fn(W, X, dls.layer_scaling, weight))
+        grads = jax.jit(members)(weights)
         for grad, weight in zip(grads, weights, strict=True):
-            assert_close(grad, jax.grad(loss)(W, X, as_it_is, weight, jnp.float32))
+            assert_close(grad, grad_fn(W, X, as_it_is, weight, jnp.float32))
 
 
 @pytest.mark.parametrize("bad", ["relu", True, jnp.tanh])

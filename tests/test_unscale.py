@@ -255,7 +255,7 @@ class TestMask:
     )
     def test_a_mask_of_another_tree_is_refused(self, mask):
         tx = dls.loss_scaling(optax.sgd(1.0), dls.rules.static(8.0), mask=mask)
-        with pytest.raises(ValueError, match="mask must be a tree of bools like the"):
+        with pytest.raises(ValueError, match="mask must be a tree like the gradients"):
             tx.update(self.grads, tx.init(self.params), self.params)
 
 

@@ -16,10 +16,10 @@ class RetryingRuleState(NamedTuple):
     """State of :func:`retrying`.
 
     Attributes:
-      pending_retries: retries of this step that the inner rule has not been updated with
-        yet. It is 0 after ``tx.update``.
-      total_retries: retries since ``init``. It saturates at 2**31 - 1.
-      rule_state: state of the inner rule.
+      pending_retries: retries by which the rule inside has not moved the scale yet: the
+        most that one gradient has needed since the last ``tx.update``, which sets it to 0.
+      total_retries: retries since ``init``; saturates at 2**31 - 1.
+      rule_state: state of the rule inside.
     """
 
     pending_retries: jax.Array  # shape=(), dtype=int32
@@ -36,7 +36,13 @@ def retrying(rule: Rule) -> Rule:
     .. math:: S_{t+1} = \text{rule}(\text{outcome},
       \text{rule}(\text{overflow}, \ldots S_t))
 
-    Each retry itself takes half the scale, whatever the backoff factor of ``rule`` is.
+    Several gradients may be taken before one update, those of micro-batches for instance.
+    They all start at the same scale, so r is the most that one of them needed.
+
+    Where a loss or an update that is not finite makes the step skip, there is no outcome
+    for ``rule``, as ever. The r overflows are real, and move the scale.
+
+    The retries themselves halve the scale, whatever the backoff factor of ``rule`` is.
 
     Args:
       rule: any rule. ``none()`` is returned as it is, since it has nothing to retry.
@@ -73,24 +79,36 @@ def retrying(rule: Rule) -> Rule:
     ) -> tuple[jax.Array, optax.OptState]:
         pending, total, inside = rule_state
 
-        def info_of(attempt: jax.Array) -> dict[str, jax.Array]:
-            if "last_finite" not in step_info:
-                return step_info
-            # The attempt before any but the first was an overflow of this step.
-            last_finite = step_info["last_finite"] & (attempt == 0)
-            return {**step_info, "last_finite": last_finite}
-
-        def overflow(
-            attempt: jax.Array, before: tuple[jax.Array, optax.OptState]
+        def after_attempt(
+            attempt: jax.Array,
+            finite: jax.Array,
+            before: tuple[jax.Array, optax.OptState],
         ) -> tuple[jax.Array, optax.OptState]:
-            after = rule.update(jnp.array(False), *before, **info_of(attempt))
+            info = {name: step_info[name] for name in rule.needs}
+            if "last_finite" in info:
+                info["last_finite"] &= attempt == 0
+            if "updates_rule" in info:
+                info["updates_rule"] |= attempt < pending
+            after = rule.update(finite, *before, **info)
             return jax.tree.map(_in_type_of, before, after)
 
-        before = lax.fori_loop(0, pending, overflow, (loss_scale, inside))
-        loss_scale, inside = rule.update(grads_finite, *before, **info_of(pending))
+        def after_overflow(
+            attempt: jax.Array, before: tuple[jax.Array, optax.OptState]
+        ) -> tuple[jax.Array, optax.OptState]:
+            return after_attempt(attempt, jnp.array(False), before)
+
+        before = lax.fori_loop(0, pending, after_overflow, (loss_scale, inside))
+        after = after_attempt(pending, grads_finite, before)
+        if "updates_rule" not in rule.needs:
+            updates_rule = step_info["updates_rule"]
+            after = jax.tree.map(
+                lambda new, old: jnp.where(updates_rule, new, old), after, before
+            )
+        loss_scale, inside = after
         return loss_scale, RetryingRuleState(jnp.zeros_like(pending), total, inside)
 
-    return rule._replace(init=init, update=update)
+    needs = tuple(dict.fromkeys((*rule.needs, "updates_rule")))
+    return Rule(init, update, needs, rule.settings)
 
 
 def _in_type_of(old: jax.Array, new: ArrayLike) -> jax.Array:

@@ -18,7 +18,7 @@ DEFAULT_RECOVERY_INTERVAL = 10
 DEFAULT_MIN_SCALE = 2.0**-14
 DEFAULT_MAX_SCALE = 2.0**32
 
-NEEDS = ("last_finite", "largest_gradient")
+NEEDS = ("last_finite", "largest_gradient", "updates_rule")
 
 
 class Rule(NamedTuple):
@@ -40,6 +40,9 @@ class Rule(NamedTuple):
           unscaled gradients, or among their real and imaginary parts. It has shape () and
           dtype float32, and is equal on all devices that share the scale. It costs a
           second reduction over the gradients.
+        - ``"updates_rule"``: False where a loss or an update that is not finite made the
+          step skip, so that no scale could have helped. A rule that does not ask for it
+          is not updated there; one that does is, and has to leave its scale alone.
 
       settings: the numbers that ``init_scale``, ``min_scale``, ``max_scale`` and
         ``growth_interval`` were given, as far as the rule has them, for a
