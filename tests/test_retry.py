@@ -27,6 +27,7 @@ def loss_fn(w, x):
     return jnp.sum((w.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def step(tx, max_retries, w, state, x):
     grad_fn = dls.value_and_scaled_grad(loss_fn, max_retries=max_retries)
     loss, grads, state = grad_fn(w, x, state=state)
@@ -62,7 +63,6 @@ def test_the_scale_moves_as_if_each_attempt_had_been_a_step():
     batches = [jnp.float32(2.0**e) for e in rng.integers(-8, 9, 60)]
     sgd = optax.sgd(2.0**-10)  # so slow that the loss itself stays finite
     tx, plain = make(sgd), dls.dynamic_loss_scaling(sgd, growth_interval=3)
-    retried = jax.jit(functools.partial(step, tx, RETRIES))
 
     @jax.jit
     def attempt(w, state, x):
@@ -73,7 +73,7 @@ def test_the_scale_moves_as_if_each_attempt_had_been_a_step():
     w, state = jnp.float32(0), tx.init(jnp.float32(0))
     w_plain, state_plain = jnp.float32(0), plain.init(jnp.float32(0))
     for x in batches:
-        w, state, _ = retried(w, state, x)
+        w, state, _ = step(tx, RETRIES, w, state, x)
         w_plain, state_plain = attempt(w_plain, state_plain, x)
         while state_plain.scaler.consecutive_skips > 0:
             w_plain, state_plain = attempt(w_plain, state_plain, x)
@@ -203,10 +203,9 @@ class TestSkipsThatAreNotTheScalesFault:
             dls.rules.retrying(dls.rules.dynamic(init_scale=START)),
             check_updates=True,
         )
-        run = jax.jit(functools.partial(step, tx, RETRIES))
         w, state = jnp.float32(0), tx.init(jnp.float32(0))
         for x, expected_skips in ((-4.0, 1), (1.0, 1), (1.0, 1)):
-            w, state, _ = run(w, state, jnp.float32(x))
+            w, state, _ = step(tx, RETRIES, w, state, jnp.float32(x))
             assert seen(state) == (2.0**13, expected_skips, 2)
             assert int(optax.tree.get(state, "pending_retries")) == 0
         assert float(w) == 2.0
