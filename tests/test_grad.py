@@ -3,7 +3,6 @@
 import collections
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,7 +153,7 @@ class TestValueAndScaledGrad:
     def test_an_optimizer_is_no_argnums_of_another_framework_either(self):
         with pytest.raises(TypeError, match="argnums must be"):
             dls.value_and_scaled_grad(
-                quadratic, optax.sgd(0.1), value_and_grad=eqx.filter_value_and_grad
+                quadratic, optax.sgd(0.1), value_and_grad=nnx.value_and_grad
             )
 
     def test_a_selection_of_another_framework_goes_through(self):
