@@ -11,9 +11,10 @@ from . import _grad_checks
 from ._dtypes import at_least_float32
 from ._lookup import with_scaler
 from ._retry import Output, check_max_retries, with_retries
-from ._scaler_state import ScalerState
+from ._scaler_state import ScalerState, scaling_is_off
 from ._unscale import Mask, unscaled_dtypes
 from ._unscale import unscale as divide_by_scale
+from ._unscaled_tag import tag_unscaled
 from ._variables import with_copied_variables, write_values, written_values
 
 
@@ -86,7 +87,10 @@ def unscale(
       {'w': Array([1. , 0.5], dtype=float32)}
     """
     scaler = _grad_checks.one_scaler(state)
-    return divide_by_scale(grads, scaler.loss_scale, unscaled_dtypes(grads, mask))
+    unscaled = divide_by_scale(grads, scaler.loss_scale, unscaled_dtypes(grads, mask))
+    if not scaling_is_off(scaler):
+        tag_unscaled(unscaled, grads)
+    return unscaled
 
 
 def value_and_scaled_grad(

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from ._dtypes import is_array, only_arrays
 from ._scaler_state import LossScalingState
+from ._unscaled_tag import check_scaled
 
 # A trace must know them: they may decide which way a Python function goes.
 _FLAGS = (bool, int, str)
@@ -43,6 +44,9 @@ def compiled_outside_jit(
         params: optax.Params | None = None,
         **extra_args: ArrayLike | Callable,
     ) -> tuple[optax.Updates, LossScalingState]:
+        # Here, since in the compiled program every array is another one.
+        check_scaled(grads, "grads")
+        check_scaled(extra_args.get("grad"), "grad")
         params = only_arrays(params)
         leaves, structure = jax.tree.flatten(extra_args)
         is_traced = any(

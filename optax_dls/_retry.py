@@ -58,7 +58,7 @@ def with_retries(
             # A power of two is exact, and in float32 there is room for it.
             fraction = jnp.ldexp(jnp.ones_like(loss_scale), -halvings)
             grads = unscale(grads, fraction, dtypes)
-        with jax.named_scope("finite_check"):
+        with jax.named_scope("check_finite"):
             flags = [all_finite(scaled_leaves(grads, dtypes)), all_finite(loss)]
             grads_finite, loss_finite = agree(flags, scaler.loss_scale, None)
         return grads_finite, loss_finite, ((loss, aux), grads)

@@ -294,3 +294,36 @@ def test_a_population_outside_of_vmap_is_refused_and_the_cure_works():
     with pytest.raises(ValueError, match=r"scales of shape \(2,\).*under jax.vmap"):
         tx.update(params, state, params)
     jax.vmap(tx.update)(params, state, params)
+
+
+class TestUnscaledTwice:
+    """What ``unscale`` gave is for logging; to divide it once more would stop training."""
+
+    @pytest.mark.parametrize("jitted", [True, False])
+    @pytest.mark.parametrize("name", ["grads", "grad"])
+    def test_is_refused(self, name, jitted):
+        tx = dls.static_loss_scaling(optax.sgd(1.0), 8.0)
+        params = {"w": jnp.ones(2)}
+
+        def step(grads, state):
+            true = dls.unscale(grads, state)
+            first = true if name == "grads" else grads
+            return tx.update(first, state, params, grad=true)
+
+        step = jax.jit(step) if jitted else step
+        with pytest.raises(
+            ValueError, match=rf"^{name}\['w'\] is what optax_dls.unscale"
+        ):
+            step(params, tx.init(params))
+
+    def test_the_scaled_ones_are_fine_afterwards(self):
+        tx = dls.static_loss_scaling(optax.sgd(1.0), 8.0)
+        grads = {"w": jnp.ones(2), "none": None}
+        state = tx.init(grads)
+        dls.unscale(grads, state)
+        tx.update(grads, state, grads)
+
+    def test_without_scaling_there_is_no_difference(self):
+        tx = dls.no_loss_scaling(optax.sgd(1.0))
+        state = tx.init(jnp.ones(2))
+        tx.update(dls.unscale(jnp.ones(2), state), state)
