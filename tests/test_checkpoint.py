@@ -1,5 +1,7 @@
 """Checkpoints: a run that stops and goes on equals the run that never stopped."""
 
+import functools
+import multiprocessing
 import pathlib
 import random
 import signal
@@ -16,6 +18,7 @@ import orbax.checkpoint
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from killed_worker import STEPS, train_until_killed
 from orbax.checkpoint import v1 as orbax_v1
 
 import optax_dls as dls
@@ -55,27 +58,33 @@ def start_params():
     }
 
 
+@functools.cache
 def start(devices):
     param_shardings, state_shardings = shardings(devices)
     params = jax.device_put(start_params(), param_shardings)
     return params, jax.jit(tx.init, out_shardings=state_shardings)(params)
 
 
+@jax.jit
+def step(params, state, t):
+    grads = jax.tree.map(
+        lambda p: jnp.sin(p.astype(jnp.float32) + t) * dls.loss_scale(state), params
+    )
+    grads["w"] = grads["w"].at[-1, 0].multiply(jnp.where(t % 6 == 0, jnp.nan, 1.0))
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
 def train(params, state, first, last):
     """Steps first to last - 1: steps 0 and 6 overflow, 3 and 9 grow the scale."""
-
-    @jax.jit
-    def step(params, state, t):
-        grads = jax.tree.map(
-            lambda p: jnp.sin(p.astype(jnp.float32) + t) * dls.loss_scale(state), params
-        )
-        grads["w"] = grads["w"].at[-1, 0].multiply(jnp.where(t % 6 == 0, jnp.nan, 1.0))
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     for t in range(first, last):
         params, state = step(params, state, jnp.float32(t))
     return params, state
+
+
+@functools.cache
+def uninterrupted(devices):
+    return train(*start(devices), 0, 10)
 
 
 def leaves_of(tree):
@@ -95,10 +104,10 @@ def save(format, folder, tree):
         np.savez(folder / "saved.npz", *leaves_of(tree))
 
 
-def load(format, folder, devices):
-    fresh = start(devices)
+def load(format, folder, template):
+    """What was saved, laid out as a tree of the same structure."""
     abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), template
     )
     if format == "orbax":
         with orbax.checkpoint.StandardCheckpointer() as checkpointer:
@@ -106,20 +115,20 @@ def load(format, folder, devices):
     if format == "orbax v1":
         return orbax_v1.load(folder / "saved", abstract)
     if format == "flax":
-        tree = flax.serialization.from_bytes(fresh, (folder / "saved").read_bytes())
+        tree = flax.serialization.from_bytes(template, (folder / "saved").read_bytes())
     else:
         arrays = np.load(folder / "saved.npz")
-        tree = jax.tree.unflatten(jax.tree.structure(fresh), list(arrays.values()))
-    return jax.device_put(tree, shardings(devices))
+        tree = jax.tree.unflatten(jax.tree.structure(template), list(arrays.values()))
+    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding, template))
 
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
     """Five steps here, saved in every format; five more in a new process."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    for format in FORMATS:
-        for devices in {saved_on for saved_on, _ in LAYOUTS}:
-            tree = train(*start(devices), 0, 5)
+    for devices in {saved_on for saved_on, _ in LAYOUTS}:
+        tree = train(*start(devices), 0, 5)
+        for format in FORMATS:
             save(format, folder / format / str(devices), tree)
     worker = [sys.executable, str(HERE / "resume_worker.py"), str(folder)]
     subprocess.run(worker, check=True)
@@ -129,7 +138,7 @@ def resumed(tmp_path_factory):
 @pytest.mark.parametrize(("saved_on", "resumed_on"), LAYOUTS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_five_and_five_steps_equal_ten(resumed, format, saved_on, resumed_on):
-    params, state = train(*start(resumed_on), 0, 10)
+    params, state = uninterrupted(resumed_on)
     assert int(state.scaler.total_skips) == 2
     assert float(dls.loss_scale(state)) == 1024.0
     end = np.load(resumed / format / str(saved_on) / f"end_on_{resumed_on}.npz")
@@ -142,22 +151,12 @@ def test_an_optimizer_saved_without_a_scaler_goes_under_one(tmp_path, format):
     params = start_params()
     _, old = optimizer.update(params, optimizer.init(params), params)
     save(format, tmp_path / "old", old)
-
-    def load_into(template):
-        if format == "flax":
-            saved = (tmp_path / "old" / "saved").read_bytes()
-            return flax.serialization.from_bytes(template, saved)
-        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore(
-                tmp_path / "old" / "saved", jax.eval_shape(lambda: template)
-            )
-
     fresh = tx.init(params)
     # Loaded as if it had a scaler: both libraries name what is missing.
     with pytest.raises(ValueError, match="scaler"):
-        load_into(fresh)
+        load(format, tmp_path / "old", jax.eval_shape(lambda: fresh))
     # Loaded as what it is, and used as if it had one: the update says what to do.
-    bare = load_into(optimizer.init(params))
+    bare = load(format, tmp_path / "old", optimizer.init(params))
     with pytest.raises(TypeError, match=r"_replace\(inner_state=old_state\)"):
         tx.update(params, bare, params)
     # Its moments of half-precision parameters are in half precision: cast them.
@@ -189,23 +188,35 @@ def test_scaling_is_switched_on_and_off_in_a_run():
 
 
 def test_a_run_that_is_killed_20_times_equals_one_that_is_not(tmp_path):
-    def train(name, seconds=None):
-        """Trains to the end, or is killed that many seconds after it went on; from where."""
-        worker = [sys.executable, str(HERE / "killed_worker.py"), str(tmp_path / name)]
-        with subprocess.Popen(worker, stdout=subprocess.PIPE, text=True) as process:
-            start = int(process.stdout.readline())
-            if seconds is not None:
-                time.sleep(seconds)
-                process.send_signal(signal.SIGKILL)
-        assert process.returncode == (0 if seconds is None else -signal.SIGKILL)
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["flax.serialization", "optax_dls"])
+
+    def live(name, steps=None):
+        """Trains to the end, or is killed in the step after so many; from where."""
+        worker, parent = processes.Pipe()
+        life = processes.Process(
+            target=train_until_killed, args=(tmp_path / name, parent)
+        )
+        life.start()
+        parent.close()
+        start = done = worker.recv()
+        while done < (STEPS if steps is None else start + steps):
+            worker.send("one more step")
+            done = worker.recv()
+        if steps is not None:
+            worker.send("one more step")
+            time.sleep(random.uniform(0, 0.003))  # it may compute, save or be done
+            life.kill()
+        life.join()
+        assert life.exitcode == (0 if steps is None else -signal.SIGKILL)
         return start
 
-    assert train("undisturbed") == 0
+    assert live("undisturbed") == 0
     random.seed(0)
-    starts = [train("killed", random.uniform(0, 0.1)) for _ in range(20)]
-    starts.append(train("killed"))
-    assert starts == sorted(starts)
-    assert len(set(starts)) > 10  # nearly every life got somewhere
+    steps = [random.randint(1, 14) for _ in range(20)]
+    starts = [live("killed", number) for number in steps] + [live("killed")]
+    for before, number, after in zip(starts, steps, starts[1:], strict=False):
+        assert after - before in (number, number + 1)
     end = (tmp_path / "killed").read_bytes()
     assert end == (tmp_path / "undisturbed").read_bytes()
     assert len(end) > 100
@@ -240,44 +251,35 @@ RULES = {
 }
 
 
+WRAPPERS = {name: dls.loss_scaling(optimizer, rule) for name, rule in RULES.items()}
+
+
+@jax.jit
+def steps_of_all_rules(states, first, last):
+    params = start_params()
+
+    def step(t, states):
+        bad = (t == 1) | (t == 2) | (t == 8)
+        grads = jax.tree.map(
+            lambda p: jnp.where(bad, jnp.nan, p.astype(jnp.float32) + 1), params
+        )
+        new = {}
+        for name, state in states.items():
+            scaled = jax.tree.map(lambda g, s=state: g * dls.loss_scale(s), grads)
+            _, new[name] = WRAPPERS[name].update(scaled, state, params)
+        return new
+
+    return jax.lax.fori_loop(first, last, step, states)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_every_rule_remembers_is_saved(tmp_path, format):
-    params = start_params()
-    wrappers = {name: dls.loss_scaling(optimizer, rule) for name, rule in RULES.items()}
-
-    @jax.jit
-    def steps(states, first, last):
-        def step(t, states):
-            bad = (t == 1) | (t == 2) | (t == 8)
-            grads = jax.tree.map(
-                lambda p: jnp.where(bad, jnp.nan, p.astype(jnp.float32) + 1), params
-            )
-            new = {}
-            for name, state in states.items():
-                scaled = jax.tree.map(lambda g, s=state: g * dls.loss_scale(s), grads)
-                _, new[name] = wrappers[name].update(scaled, state, params)
-            return new
-
-        return jax.lax.fori_loop(first, last, step, states)
-
-    start = {name: wrapper.init(params) for name, wrapper in wrappers.items()}
-    middle, end = steps(start, 0, 5), steps(start, 0, 12)
+    start = {name: tx.init(start_params()) for name, tx in WRAPPERS.items()}
+    middle, end = (steps_of_all_rules(start, 0, last) for last in (5, 12))
     assert int(middle["recovering"].scaler.rule_state.growth_count) == -2
     save(format, tmp_path / "at", middle)
-    if format == "orbax":
-        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-            loaded = checkpointer.restore(tmp_path / "at" / "saved", start)
-    elif format == "orbax v1":
-        loaded = orbax_v1.load(tmp_path / "at" / "saved", start)
-    elif format == "flax":
-        saved = (tmp_path / "at" / "saved").read_bytes()
-        loaded = flax.serialization.from_bytes(start, saved)
-    else:
-        leaves = np.load(tmp_path / "at" / "saved.npz").values()
-        loaded = jax.tree.unflatten(jax.tree.structure(start), leaves)
-    for value, expected in zip(
-        leaves_of(steps(loaded, 5, 12)), leaves_of(end), strict=True
-    ):
+    resumed = steps_of_all_rules(load(format, tmp_path / "at", start), 5, 12)
+    for value, expected in zip(leaves_of(resumed), leaves_of(end), strict=True):
         np.testing.assert_array_equal(value, expected)
 
 
