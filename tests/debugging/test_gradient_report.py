@@ -99,22 +99,76 @@ def test_names_the_first_leaf_that_is_not_finite():
 def test_prints_a_table_the_worst_leaf_first():
     lines = str(dls.gradient_report(GRADS, state_of(1.0))).splitlines()
     assert lines[0] == "scale 1, float16; magnitudes are unscaled"
-    assert [line.split()[0] for line in lines[1:]] == ["leaf", "['b']", "['a']"]
-    assert lines[3].split() == (
-        [
-            "['a']",
-            "5",
-            "0",
-            "0",
-            "0",
-            "20.0%",
-            "20.0%",
-            "20.0%",
-            "40.0%",
-            "3.0e+00",
-            "3.0e-08",
-        ]
+    assert [line.split()[0] for line in lines[1:4]] == ["leaf", "['b']", "['a']"]
+    row = "['a'] 5 0 0 0 20.0% 20.0% 20.0% 40.0% 3.0e+00 3.0e-08"
+    assert lines[3].split() == row.split()
+    summary = (
+        "10.0% of all entries are zero; of the other finite ones 20.0% are flushed"
     )
+    assert lines[4:] == [summary + " and 40.0% subnormal"]
+
+
+def test_prints_no_magnitude_where_there_is_none():
+    grads = {"nan": jnp.full(2, jnp.nan), "zero": jnp.zeros(2)}
+    lines = str(dls.gradient_report(grads)).splitlines()
+    assert lines[2].split()[-2:] == ["-", "-"]
+    assert lines[3].split()[-2:] == ["0.0e+00", "-"]
+    assert lines[4].endswith("so nothing shows what underflowed")
+
+
+def test_a_bare_array_has_a_name():
+    report = dls.gradient_report(jnp.array([1.0, jnp.inf]))
+    assert report.paths == ("grads",) and report.first_nonfinite() == "grads"
+    assert str(report).splitlines()[2].startswith("grads ")
+
+
+def test_shares_of_all_leaves():
+    grads = {
+        # Zero, flushed twice, subnormal three times, normal, and not finite twice.
+        "a": jnp.array([0.0, 1e-9, 1e-8, 1e-6, 1e-5, 6e-5, 1.0, jnp.inf, jnp.nan]),
+        "b": jnp.array([0.0, 1.0]),
+    }
+    report = dls.gradient_report(grads)
+    assert report.zero_share() == 2 / 11
+    assert report.underflow_share() == 2 / 7
+    assert report.subnormal_share() == 3 / 7
+
+
+@pytest.mark.parametrize(
+    ("grads", "zero"), [(jnp.zeros(3), 1.0), (jnp.full(3, jnp.nan), 0.0), ({}, np.nan)]
+)
+def test_nothing_is_known_where_every_entry_is_zero_or_not_finite(grads, zero):
+    """So in float16, where all of a gradient underflowed in the backward pass."""
+    report = dls.gradient_report(grads)
+    for share in (
+        report.underflow_share(),
+        report.underflow_share(scaled=False),
+        report.subnormal_share(),
+    ):
+        assert np.isnan(share)
+    assert report.zero_share() == zero or np.isnan(zero)
+
+
+def test_an_entry_below_float32_is_counted_once():
+    """XLA may take it for zero."""
+    report = dls.gradient_report(jnp.full(3, 1e-40), dtype=jnp.bfloat16)
+    found = counts(report)
+    assert sum(found[name][0] for name in ("zero", "flushed", "subnormal")) == 3
+    assert found["flushed_unscaled"] == found["flushed"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e5m2])
+def test_the_bounds_of_what_is_flushed_and_subnormal(dtype):
+    info = jnp.finfo(dtype)
+    half, tiny = np.float32(info.smallest_subnormal) / 2, np.float32(info.tiny)
+    up, down = np.float32(np.inf), np.float32(0)
+    entries = [half, np.nextafter(half, up), np.nextafter(tiny, down), tiny]
+    report = dls.gradient_report(jnp.array(entries, jnp.float32), dtype=dtype)
+    assert counts(report) == counts(dls.gradient_report(jnp.zeros(0))) | {
+        "flushed": [1],
+        "flushed_unscaled": [1],
+        "subnormal": [2],
+    }
 
 
 def test_leaves_that_are_no_numbers_are_left_out():
@@ -129,20 +183,21 @@ def test_leaves_that_are_no_numbers_are_left_out():
     assert report.paths == ("['empty']", "['w']")
     assert report.underflow_share() == 0.0
     assert report.first_nonfinite() is None
-    assert dls.gradient_report({}).underflow_share() == 0.0
+    assert report.smallest.tolist() == [0.0, 1.0]
     assert str(dls.gradient_report({})).count("\n") == 1
 
 
 def test_both_parts_of_a_complex_entry_count():
-    report = dls.gradient_report([jnp.array([1.0 + 1j * jnp.inf])])
+    report = dls.gradient_report([jnp.array([complex(3, np.inf), 0.5 - 2j])])
     assert int(report.positive_inf[0]) == 1
-    assert report.entries == (2,)
+    assert report.entries == (4,)
+    assert (report.largest.tolist(), report.smallest.tolist()) == ([3.0], [0.5])
 
 
 def test_jit_scan_and_vmap_return_it():
     grads = jnp.array([[1.0, 2.0], [jnp.inf, 1e-9], [0.0, 1.0]])
     one = jax.jit(dls.gradient_report)(grads[1], state_of(1.0))
-    assert one.first_nonfinite() == ""
+    assert one.first_nonfinite() == "grads"
     _, scanned = lax.scan(
         lambda _, g: (None, dls.gradient_report({"w": g})), None, grads
     )
@@ -156,6 +211,17 @@ def test_jit_scan_and_vmap_return_it():
         assert step.first_nonfinite() == "['w']"
 
 
+def test_a_population_is_reported_on_under_vmap_or_refused():
+    states = jax.vmap(dls.dynamic_loss_scaling(optax.sgd(1.0)).init)(jnp.zeros((2, 2)))
+    states = optax.tree.set(states, loss_scale=jnp.array([2.0, 4.0]))
+    grads = jnp.array([[2.0, 2.0], [4.0, 4.0]])
+    report = jax.vmap(dls.gradient_report)(grads, states)
+    assert report.largest.tolist() == [[1.0], [1.0]]
+    assert report.loss_scale.tolist() == [2.0, 4.0]
+    with pytest.raises(ValueError, match=r"shape \(2,\).*under jax.vmap: jax.vmap"):
+        dls.gradient_report(grads, states)
+
+
 def test_sharded_gradients_give_the_same_counts():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     grads = {"w": jax.random.normal(jax.random.key(0), (64, 3)) * 1e-7}
@@ -167,24 +233,59 @@ def test_sharded_gradients_give_the_same_counts():
     assert report.largest.tolist() == expected.largest.tolist()
 
 
-def test_on_one_device_it_is_one_pass_without_memory(monkeypatch):
-    """And the counts are the same: the other tests have eight devices."""
-    expected = jax.jit(dls.gradient_report)(GRADS)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    jax.clear_caches()
-    report = jax.jit(dls.gradient_report)(GRADS)
-    assert counts(report) == counts(expected)
-    assert report.largest.tolist() == expected.largest.tolist()
-    assert report.smallest.tolist() == expected.smallest.tolist()
-    assert dls.gradient_report({"empty": jnp.zeros((0, 2))}).smallest.tolist() == [
-        jnp.inf
-    ]
-
-    grads = jnp.ones((100, 100))
+@pytest.mark.parametrize("dtype", ["float32", "float16", "complex64"])
+def test_it_reads_every_gradient_once_and_needs_no_memory(dtype):
+    grads = jnp.ones((100, 100), dtype)
     compiled = jax.jit(dls.gradient_report).lower(grads, state_of(8.0)).compile()
     read = compiled.cost_analysis()["bytes accessed"] / grads.nbytes
     assert read < 1.1
     assert compiled.memory_analysis().temp_size_in_bytes < 1000
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P()])
+def test_of_sharded_gradients_it_gathers_no_shard(axis_type, spec):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
+    grads = {"w": jnp.linspace(-1e-7, 1, 2**14).reshape(128, 128).at[3, 5].set(jnp.inf)}
+    expected = dls.gradient_report(grads)
+    sharded = jax.device_put(grads, NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(dls.gradient_report).lower(sharded).compile()
+        reports = compiled(sharded), dls.gradient_report(sharded)
+    for report in reports:
+        assert counts(report) == counts(expected)
+        assert report.largest.tolist() == expected.largest.tolist()
+        assert report.smallest.tolist() == expected.smallest.tolist()
+    shard = grads["w"].nbytes / 8
+    assert compiled.memory_analysis().temp_size_in_bytes < shard
+
+
+def test_un_jitted_calls_compile_once(caplog):
+    grads = {name: np.ones((3, n), np.float32) for n, name in enumerate("abcdef", 2)}
+    state = state_of(2.0)
+
+    def compilations():
+        caplog.clear()
+        with jax.log_compiles():
+            dls.gradient_report(grads, state)
+        lines = [record.getMessage() for record in caplog.records]
+        return sum(line.startswith("Finished XLA compilation") for line in lines)
+
+    assert compilations() == 1
+    assert compilations() == 0
+    grads["a"] = np.zeros((9, 9), np.float32)
+    assert compilations() == 1
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit])
+def test_runs_where_debug_nans_and_debug_infs_are_on(wrap):
+    healthy = {"w": jnp.ones(2), "frozen": jnp.zeros(3), "empty": jnp.zeros(0)}
+    state = state_of(2.0)
+    for grads in (healthy, GRADS, {}):
+        expected = dls.gradient_report(grads, state)
+        with jax.debug_infs(True), jax.debug_nans(True):
+            report = wrap(dls.gradient_report)(grads, state)
+        jax.tree.map(np.testing.assert_array_equal, report, expected)
 
 
 def test_a_step_that_does_not_ask_pays_nothing():
