@@ -110,7 +110,8 @@ def value_and_scaled_grad(
     where the scaled one overflows.
 
     Args:
-      fun: returns a scalar loss, or ``(loss, aux)`` with ``has_aux``.
+      fun: returns a scalar loss, or ``(loss, aux)`` with ``has_aux``. If an argument of
+        its own is named ``state``, pass that one positionally.
       argnums: which positional arguments to differentiate.
       has_aux: whether ``fun`` returns auxiliary data beside the loss.
       value_and_grad: what takes the gradient. ``nnx.value_and_grad`` and
@@ -140,24 +141,22 @@ def value_and_scaled_grad(
       They are off by default, since a lost batch in two thousand costs less than a second
       read of every gradient.
 
-      - The optimizer is ``loss_scaling(optimizer, rules.retrying(rules.dynamic()))``.
-      - Go on with the state that comes back: hand it to the next call, or to
-        ``tx.update``, which moves the scale as if each retry had been a step that
-        overflowed. Of several gradients before one update, those of micro-batches for
-        instance, the one with the most retries counts.
-      - That state differs from the old one in its counters alone; ``total_retries`` is
-        one of them. Its scale is still S, and the gradients, in at least float32, are
-        what S would have given.
-      - A NaN that stays leads to an ordinary skip with one backoff, and so does a scale
-        that is more than ``2**max_retries`` times too high. A loss that is not finite is
-        not retried.
-      - Devices that share a scale retry together; so do the members of a population that
+      - Build the optimizer as ``loss_scaling(optimizer,
+        rules.retrying(rules.dynamic()))``.
+      - Hand the state that comes back to ``tx.update``, or to the next call where several
+        gradients make one update. The scale then moves as if each retry had been a step
+        that overflowed. Of several gradients, the one with the most retries counts.
+      - Only counters are new in that state, among them ``total_retries``. Its scale is
+        still S, and the gradients are those of S, in at least float32.
+      - What no retry mends is an ordinary skip with one backoff: a NaN that stays, or a
+        scale that is more than ``2**max_retries`` times too high. A loss that is not
+        finite is not retried.
+      - Devices that share a scale retry together. So do the members of a population that
         JAX cannot tell apart (``axis_name=()``).
-      - The retries are a ``lax.while_loop``. Each attempt begins with the NNX variables
-        as they were before the first, such as batch statistics and the counters of random
-        numbers. What the last attempt writes stays, whether or not the step is skipped.
-      - For gradients of single examples, map in a ``value_and_grad`` of your own. Under
-        an outer ``jax.vmap`` each example would retry and count alone.
+      - Each attempt starts from the same NNX variables, such as batch statistics and
+        random counters. They keep what the last attempt wrote.
+      - For gradients of single examples, map inside a ``value_and_grad`` of your own.
+        Under an outer ``jax.vmap`` each example retries and counts alone.
 
     Raises:
       TypeError: ``state=`` is missing, or the loss is an integer or complex; or ``fun``

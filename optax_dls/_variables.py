@@ -23,6 +23,8 @@ class Variable(Protocol):
 def with_copied_variables(tree: Tree) -> Tree:
     """The tree with a copy of each variable; one that it holds twice stays one."""
     nodes, structure = jax.tree.flatten(tree, is_leaf=_is_variable)
+    if not any(map(_is_variable, nodes)):
+        return tree
     copies = {id(node): jax.tree.map(lambda leaf: leaf, node) for node in nodes}
     return jax.tree.unflatten(structure, [copies[id(node)] for node in nodes])
 
