@@ -1,8 +1,9 @@
 """Reads and writes the scaler states of other systems, so that a run keeps its scale.
 
-Other systems save their scalers as dicts of numbers, so none of them is needed here. Give the
-optimizer the rule of the same name from :mod:`optax_dls.profiles`, with the settings of the
-run. Then the scale moves on as it would have there. Call both functions outside of ``jit``.
+Other systems save their scalers as dicts of numbers, so none of them is needed here. Give
+the optimizer the rule of the same name from :mod:`optax_dls.profiles`, with the settings of
+the run. Then the scale moves on as it would have there. Call both functions outside of
+``jit``.
 """
 
 import numbers

@@ -34,11 +34,7 @@ MIDWAY = [
     ),
     (
         *("megatron", "random_p0.2_n2_hysteresis2", 34),
-        {
-            "scale": np.float32([2.0**27]),
-            "growth_tracker": 0,
-            "hysteresis_tracker": 1,
-        },
+        {"scale": np.float32([2**27]), "growth_tracker": 0, "hysteresis_tracker": 1},
     ),
     *(
         (
@@ -59,20 +55,15 @@ MIDWAY = [
 ]
 
 
-def case_of(system, name):
+@functools.cache
+def recorded_case(system, name):
+    """The optimizer of a recording, its run from a state, the flags and the scales."""
     (case,) = [c for c in GOLDEN["systems"][system] if c["name"] == name]
-    finite = [flag == "." for flag in GOLDEN["flags"][case["flags"]]]
+    finite = np.array([flag == "." for flag in GOLDEN["flags"][case["flags"]]])
     exponents, path = GOLDEN["scales"][case["scales"]]
     scales = [2.0 ** exponents[ord(c) - 48] for c in path]
     config = {k: v for k, v in case["config"].items() if k != "jit"}
-    return getattr(profiles, system)(**config), np.array(finite), scales
-
-
-@functools.cache
-def transformation(system, name):
-    """The optimizer of a recorded case, and its run through flags to their scales."""
-    rule, _, _ = case_of(system, name)
-    tx = dls.loss_scaling(optax.sgd(1.0), rule)
+    tx = dls.loss_scaling(optax.sgd(1.0), getattr(profiles, system)(**config))
 
     @jax.jit
     def go_on(state, finite):
@@ -83,13 +74,17 @@ def transformation(system, name):
 
         return jax.lax.scan(step, state, finite)[1]
 
-    return tx, go_on
+    return tx, go_on, finite, scales
+
+
+@pytest.fixture
+def state():
+    return dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
 
 
 @pytest.mark.parametrize(("system", "name", "steps", "saved"), MIDWAY)
 def test_goes_on_where_the_recorded_system_was(system, name, steps, saved):
-    _, finite, recorded = case_of(system, name)
-    tx, go_on = transformation(system, name)
+    tx, go_on, finite, recorded = recorded_case(system, name)
     fresh = tx.init(jnp.zeros(()))
     state = dls.interop.import_scaler(system, saved, fresh)
     assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, fresh)
@@ -100,8 +95,7 @@ def test_goes_on_where_the_recorded_system_was(system, name, steps, saved):
 def test_goes_on_from_any_step_of_deepspeed(steps):
     """Its growths are counted from the last overflow, ours from the last growth."""
     case = ("deepspeed", "overflow_after_two_growths_n3")
-    _, finite, recorded = case_of(*case)
-    tx, go_on = transformation(*case)
+    tx, go_on, finite, recorded = recorded_case(*case)
     saved = {
         "cur_scale": recorded[steps - 1] if steps else 65536.0,
         "cur_iter": steps,
@@ -115,7 +109,7 @@ def test_goes_on_from_any_step_of_deepspeed(steps):
 
 @pytest.mark.parametrize(("system", "name", "steps", "saved"), MIDWAY)
 def test_out_and_in_again_is_the_same_state(system, name, steps, saved):
-    tx, _ = transformation(system, name)
+    tx, *_ = recorded_case(system, name)
     fresh = tx.init(jnp.zeros(2))
     state = dls.interop.import_scaler(system, saved, fresh)
     settings = {"scale_window": 2} if system == "deepspeed" else {}
@@ -128,36 +122,31 @@ def test_out_and_in_again_is_the_same_state(system, name, steps, saved):
         np.testing.assert_array_equal(a, b)
 
 
-def test_flax_and_jmp_take_what_is_exported_and_move_alike():
-    state = dls.loss_scaling(optax.sgd(1.0), profiles.flax()).init(jnp.zeros(2))
-    state = optax.tree.set(
-        state, loss_scale=jnp.float32(512), growth_count=jnp.int32(5)
+def test_flax_and_jmp_take_what_is_exported_and_give_it_back(state):
+    five = {"loss_scale": jnp.float32(512), "growth_count": jnp.int32(5)}
+    old, state = state, optax.tree.set(state, **five)
+    exported = dls.interop.export_scaler("flax", state)
+    as_flax = flax.serialization.from_state_dict(DynamicScale(), exported)
+    assert (as_flax.scale, as_flax.fin_steps) == (512.0, 5)
+    as_jmp = jmp.DynamicLossScale(
+        *map(jnp.asarray, dls.interop.export_scaler("jmp", state).values())
     )
-    as_flax = dls.interop.export_scaler("flax", state)
-    restored = flax.serialization.from_state_dict(DynamicScale(), as_flax)
-    assert (restored.scale, restored.fin_steps) == (512.0, 5)
-    to_and_fro = flax.serialization.to_state_dict(restored)
-    assert dls.interop.import_scaler("flax", to_and_fro, state) is not state
-
-    as_jmp = dls.interop.export_scaler("jmp", state)
-    scale = jmp.DynamicLossScale(
-        jnp.float32(as_jmp["loss_scale"]), jnp.int32(as_jmp["counter"])
-    )
-    saved = {f.name: getattr(scale, f.name) for f in dataclasses.fields(scale)}
-    again = dls.interop.import_scaler("jmp", saved, state)
-    assert int(optax.tree.get(again, "growth_count")) == 5
+    for system, saved in (
+        ("flax", flax.serialization.to_state_dict(as_flax)),
+        ("jmp", {f.name: getattr(as_jmp, f.name) for f in dataclasses.fields(as_jmp)}),
+    ):
+        again = dls.interop.import_scaler(system, saved, old)
+        assert {name: optax.tree.get(again, name) for name in five} == five
 
 
-def test_a_bfloat16_scale_and_a_negative_tracker_are_taken():
-    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+def test_a_bfloat16_scale_and_a_negative_tracker_are_taken(state):
     saved = {"loss_scale": jnp.bfloat16(8), "counter": jnp.int32(-3)}
     state = dls.interop.import_scaler("jmp", saved, state)
     assert float(dls.loss_scale(state)) == 8.0
     assert int(optax.tree.get(state, "growth_count")) == 0
 
 
-def test_torch_gets_all_the_keys_that_its_load_state_dict_wants():
-    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+def test_torch_gets_all_the_keys_that_its_load_state_dict_wants(state):
     assert dls.interop.export_scaler("torch", state, growth_interval=100) == {
         "scale": 32768.0,
         "growth_factor": 2.0,
@@ -167,8 +156,7 @@ def test_torch_gets_all_the_keys_that_its_load_state_dict_wants():
     }
 
 
-def test_megatron_gets_what_becomes_a_tensor_and_two_numbers():
-    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+def test_megatron_gets_what_becomes_a_tensor_and_two_numbers(state):
     exported = dls.interop.export_scaler("megatron", state)
     scale = exported.pop("scale")
     assert isinstance(scale, np.ndarray)  # for torch.from_numpy
@@ -200,8 +188,7 @@ class CudaTensor:
         return self.values[0]
 
 
-def test_tensors_on_a_gpu_are_taken():
-    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+def test_tensors_on_a_gpu_are_taken(state):
     saved = {
         "scale": CudaTensor(1024.0),
         "growth_tracker": CudaTensor(7),
@@ -219,22 +206,24 @@ def test_tensors_on_a_gpu_are_taken():
             ("scale", value, r"saved\['scale'\] must be one number, got")
             for value in (CudaTensor(1.0, 2.0), [1.0, 2.0], [], "8", None, 8j, 10**400)
         ),
+        *(  # where the other system lost it
+            ("scale", value, "scale must be a finite number from 2")
+            for value in (0.0, np.inf, np.nan, 2.0**-130)
+        ),
         *(
             ("fin_steps", value, r"saved\['fin_steps'\] must be a whole number within")
             for value in (0.5, 2.0**31, np.nan, np.inf)
         ),
     ],
 )
-def test_anything_but_one_number_is_refused(key, value, message):
-    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+def test_a_number_that_cannot_be_right_is_refused(key, value, message, state):
     saved = {"scale": 8.0, "fin_steps": 3, key: value}
     with pytest.raises(ValueError, match=message):
         dls.interop.import_scaler("flax", saved, state)
 
 
 @pytest.mark.parametrize("system", dls.interop.SYSTEMS)
-def test_a_recovering_scale_goes_out_with_a_count_of_zero(system):
-    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
+def test_a_recovering_scale_goes_out_with_a_count_of_zero(system, state):
     state = optax.tree.set(state, growth_count=jnp.int32(-30))
     exported = dls.interop.export_scaler(system, state)
     counts = ("_growth_tracker", "growth_tracker", "fin_steps", "counter", "cur_iter")
@@ -255,50 +244,56 @@ def test_reaches_the_scaler_in_any_state_and_keeps_its_sharding():
     )
 
 
-@pytest.mark.parametrize("scale", [0.0, np.inf, np.nan, 2.0**-130])
-def test_a_scale_that_the_other_system_lost_is_refused(scale):
-    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
-    with pytest.raises(ValueError, match="scale must be a finite number from 2"):
-        dls.interop.import_scaler("flax", {"scale": scale, "fin_steps": 3}, state)
+DEEPSPEED = {
+    "cur_scale": 8.0,
+    "cur_iter": 9,
+    "last_overflow_iter": 3,
+    "scale_window": 2,
+}
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("system", "saved", "message"),
     [
         (
-            lambda s: dls.interop.import_scaler("tf", {}, s),
-            ValueError,
-            "must be one of",
+            "tf",
+            {},
+            r"must be one of \['deepspeed', 'flax', 'jmp', 'megatron', 'torch'\]",
         ),
+        ("torch", {}, "saved has no 'scale'"),
+        ("deepspeed", DEEPSPEED | {"cur_iter": 3}, "cur_iter must be above"),
+        ("deepspeed", DEEPSPEED | {"scale_window": 0}, "scale_window at least 1, got"),
+    ],
+)
+def test_a_saved_state_that_cannot_be_right_is_refused(system, saved, message, state):
+    with pytest.raises(ValueError, match=message):
+        dls.interop.import_scaler(system, saved, state)
+
+
+def test_the_order_of_the_arguments_is_in_the_error(state):
+    with pytest.raises(TypeError, match=r"import_scaler\(system, saved, state\)"):
+        dls.interop.import_scaler("torch", state, {"scale": 8.0})
+
+
+def test_a_setting_that_the_system_does_not_save_is_refused(state):
+    with pytest.raises(ValueError, match="does not save 'period'.* saves: none"):
+        dls.interop.export_scaler("jmp", state, period=3)
+
+
+@pytest.mark.parametrize(
+    ("make_state", "message"),
+    [
         (
-            lambda s: dls.interop.import_scaler("torch", {}, s),
-            ValueError,
-            "has no 'scale'",
-        ),
-        (
-            lambda s: dls.interop.export_scaler("jmp", s, period=3),
-            ValueError,
-            "does not save 'period'",
-        ),
-        (
-            lambda s: dls.interop.export_scaler(
-                "torch", dls.static_loss_scaling(optax.sgd(1.0), 8.0).init(jnp.zeros(2))
-            ),
-            TypeError,
+            dls.static_loss_scaling(optax.sgd(1.0), 8.0).init,
             "must be of a dynamic rule",
         ),
         (
-            lambda s: dls.interop.export_scaler(
-                "torch",
-                jax.vmap(dls.dynamic_loss_scaling(optax.sgd(1.0)).init)(jnp.ones(3)),
-            ),
-            TypeError,
+            jax.vmap(dls.dynamic_loss_scaling(optax.sgd(1.0)).init),
             "must hold one scale",
         ),
-        (lambda s: dls.interop.export_scaler("torch", 3.0), TypeError, "Not a number"),
+        (lambda params: 3.0, "Not a number"),
     ],
 )
-def test_errors_say_what_to_do(call, error, message):
-    state = dls.dynamic_loss_scaling(optax.sgd(1.0)).init(jnp.zeros(2))
-    with pytest.raises(error, match=message):
-        call(state)
+def test_a_state_without_exactly_one_dynamic_scale_is_refused(make_state, message):
+    with pytest.raises(TypeError, match=message):
+        dls.interop.export_scaler("torch", make_state(jnp.ones(3)))

@@ -38,7 +38,7 @@ def metaseq(
     threshold: ArrayLike | None = None,
     min_loss_scale: ArrayLike = 2.0**-5,
 ) -> rules.Rule:
-    """metaseq's ``DynamicLossScaler``: :func:`fairseq` with a window that follows the scale.
+    """metaseq's ``DynamicLossScaler``: fairseq's, with a window that follows the scale.
 
     A backoff that would end below ``min_loss_scale`` leaves the scale where it is, and
     only the window shrinks.
@@ -101,8 +101,8 @@ def openseq2seq_logmax(
 def optax_apply_if_finite(max_consecutive_errors: int = 0) -> rules.Rule:
     """``optax.apply_if_finite``: it has no scale, and it skips.
 
-    ``max_consecutive_errors`` has no effect: Optax applies NaN after so many skips in a row,
-    and here a bad step is always skipped.
+    ``max_consecutive_errors`` has no effect. After so many skips in a row Optax applies
+    NaN; here a bad step is always skipped.
     """
     del max_consecutive_errors
     return rules.static(1.0)

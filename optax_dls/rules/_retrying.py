@@ -112,5 +112,5 @@ def retrying(rule: Rule) -> Rule:
 
 
 def _in_type_of(old: jax.Array, new: ArrayLike) -> jax.Array:
-    """``new`` in the dtype of ``old``, varying over the devices that ``old`` varies over."""
+    """``new`` in the dtype of ``old``, and varying over the same devices."""
     return jnp.where(True, jnp.asarray(new, old.dtype), old)

@@ -15,7 +15,7 @@ from ._rule import (
     SMALLEST_SCALE,
 )
 
-# NumPy computes with settings that are plain numbers, so the program holds the results only.
+# NumPy computes with plain numbers, so that compiled programs hold only the results.
 Scalar = jax.Array | np.ndarray
 
 
