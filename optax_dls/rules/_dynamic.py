@@ -66,12 +66,13 @@ def dynamic(
 
     where clip keeps the scale in [min_scale, max_scale].
 
-    Several overflows in a row are a streak, often a burst of bad batches. After a streak
-    the scale recovers, as in TCP's slow start: it grows every ``recovery_interval`` finite
-    steps until it is back where the first overflow of the streak left it. From there on
-    N is the growth interval again. An overflow during the recovery ends it. A single
-    overflow is no streak, and nothing recovers. Where ``growth_factor`` and
-    ``backoff_factor`` do not undo each other, the recovery ends a little below its goal.
+    Several overflows in a row are a streak, often a burst of bad batches. Let S be the scale
+    at which it began. After a streak the scale recovers, as in TCP's slow start: it grows
+    every ``recovery_interval`` finite steps until it is back at
+    :math:`S \cdot \text{backoff\_factor}`, where a single overflow would have left it.
+    From there on it grows every N finite steps again. An overflow during the recovery ends
+    it. Where ``growth_factor`` and ``backoff_factor`` do not undo each other, the recovery
+    ends a little below its goal.
 
     Args:
       init_scale: the first scale. 2**15 is the largest power of two that float16
