@@ -19,46 +19,54 @@ _NUMBERS = jax.Array | np.ndarray | np.generic | float | complex
 def locate_nonfinite(fn: Callable, /, *args: Any, **kwargs: Any) -> Nonfinite | None:
     """The operation from which the first inf or NaN in the outputs of ``fn`` came.
 
-    For debugging, on the host: runs ``fn`` operation by operation, into ``jit``,
-    ``checkpoint``, custom derivatives, the branch taken of ``cond``, and the first 1000
-    iterations of ``scan`` and ``while_loop``. Give it a function that computes gradients
-    to search the backward pass as well.
+    For debugging, on the host: runs ``fn`` operation by operation. It looks into ``jit``,
+    ``checkpoint``, custom derivatives, the branch that ``cond`` takes, and the first 1000
+    iterations of ``scan`` and ``while_loop``.
 
-    What it sees is each operation by itself, in its own dtype. A compiled program may
-    keep more precision between operations that it fuses, so it can overflow elsewhere
-    or not at all.
+    To search the backward pass as well, give it a function that computes gradients. Such
+    a function needs the loss scale of the step that failed, so give it the state from
+    *before* that step, with the parameters and the batch from before it. The ``tx.update``
+    of that step has lowered the scale, and at a lower scale the same gradient may be
+    finite.
 
-    An inf or NaN that reaches no output is not reported, such as one that ``jnp.where``
-    drops or the -inf of a mask before ``softmax``. One that does is followed back to the
-    first operation that made it from finite inputs, or made NaN from a constant inf. It
-    is followed by whole arrays: from one that holds an inf already, a second fault is not
-    told apart. Factors of a derivative that JAX computes on the way forward, as the
-    ``0.5 / sqrt(x)`` of ``sqrt``, count as forward. The backward rule of a
-    ``custom_vjp`` has the line where the function is called.
+    Each operation runs by itself, in its own dtype. A compiled program may keep more
+    precision between operations that it fuses, so it can overflow elsewhere or not at all.
 
-    One operation, not looked into: ``shard_map``, ``pmap``, Pallas kernels,
-    ``custom_linear_solve`` and other primitives that hold functions, and a loop whose
-    fault comes after iteration 1000. Not followed: what is written into a ``jax.Ref``.
+    An inf or NaN is reported only if it reaches an output: not the one that ``jnp.where``
+    drops, nor the -inf of a mask before ``softmax``. It is followed back to the first
+    operation that made it from finite inputs, or that made NaN from a constant inf. Arrays
+    are followed as a whole, so a second fault in an array that holds an inf already is
+    not told apart.
+
+    A factor of a derivative that JAX computes in the forward pass, such as the
+    ``0.5 / sqrt(x)`` of ``sqrt``, belongs to the forward pass. For the backward rule of a
+    ``custom_vjp`` the line is the one where the function is called.
+
+    Some things are one operation, and it does not look into them: ``shard_map``, ``pmap``,
+    Pallas kernels, ``custom_linear_solve`` and other primitives that hold functions, and a
+    loop whose fault comes after iteration 1000. What is written into a ``jax.Ref`` is not
+    followed.
 
     Args:
       fn: anything that ``jax.jit`` takes.
       *args: its arguments. Arrays and floats are traced; integers, bools, strings and
-        the like are passed as they are. An argument that is meant to hold inf, such as a
-        mask to be added, is reported like any other: close over it instead.
+        the like are passed as they are. An argument that holds inf on purpose, such as a
+        mask to be added, is reported like any other: let ``fn`` close over it instead.
       **kwargs: its keyword arguments, likewise.
 
     Returns:
-      None if every output is finite. Else where it began, the first argument that is not
-      finite before anything else. A constant that is not finite, such as a batch that
-      ``fn`` closes over, is reported if no operation is to blame.
+      None if every output is finite, else where the first inf or NaN began. An argument
+      that is not finite comes before anything else. A constant that is not finite, such as
+      a batch that ``fn`` closes over, is reported if no operation is to blame.
 
     Raises:
-      TypeError: ``fn`` is no function, or this runs inside ``jit`` or another
+      TypeError: ``fn`` is no function, or the call is inside ``jit`` or another
         transformation, where there are no values to look at.
 
     Example:
       >>> import jax
       >>> import jax.numpy as jnp
+      >>> import optax
       >>> import optax_dls as dls
       >>> @jax.jit
       ... def loss_fn(w):
@@ -70,6 +78,20 @@ def locate_nonfinite(fn: Callable, /, *args: Any, **kwargs: Any) -> Nonfinite | 
       args[0] (float32[2]) holds nan already when it comes in
       >>> print(dls.locate_nonfinite(loss_fn, jnp.array([1.0, 2.0])))
       None
+
+      The step that overflowed, with the state that it started from:
+
+      >>> def scaled(w):
+      ...     return jnp.sum(w.astype(jnp.float16).astype(jnp.float32))
+      >>> tx, params = dls.dynamic_loss_scaling(optax.sgd(0.1), init_scale=2.0**16), jnp.ones(2)
+      >>> before = tx.init(params)
+      >>> grad_fn = dls.value_and_scaled_grad(scaled)
+      >>> _, grads = grad_fn(params, state=before)
+      >>> _, after = tx.update(grads, before, params)
+      >>> def at(state):
+      ...     return dls.locate_nonfinite(lambda w: grad_fn(w, state=state), params)
+      >>> at(before).name, at(after)
+      ('convert_element_type', None)
     """
     if not callable(fn):
         raise TypeError(

@@ -120,6 +120,22 @@ def in_while(fn):
     return run
 
 
+def in_batched_while(fn):
+    """Each row has a condition of its own, and the first is done before the fault."""
+
+    def run(x):
+        def loop(n):
+            def body(state):
+                i, _ = state
+                return i + 1, fn(jnp.where(i == 2, x, 1.0))
+
+            return lax.while_loop(lambda s: s[0] < n, body, (0, jnp.ones_like(x)))[1]
+
+        return jax.vmap(loop)(jnp.array([1, 3]))
+
+    return run
+
+
 def in_cond(fn):
     return lambda x: lax.cond(x[0] >= 0, lambda x: fn(x), lambda x: x, x)
 
@@ -145,6 +161,7 @@ WRAPPERS = {
     "scan": (in_scan, ("scan, iteration 3",)),
     "reverse_scan": (in_reverse_scan, ("scan, iteration 3",)),
     "while": (in_while, ("while, iteration 2",)),
+    "batched_while": (in_batched_while, ("while, iteration 2",)),
     "cond": (in_cond, ("cond, branch 1",)),
     "switch": (in_switch, ("cond, branch 2",)),
     "checkpoint": (jax.checkpoint, ("checkpoint",)),
@@ -185,7 +202,9 @@ def test_finds_the_operation(name, wrapper):
     )
 
 
-@pytest.mark.parametrize("wrapper", sorted(WRAPPERS.keys() - {"while"}))
+@pytest.mark.parametrize(
+    "wrapper", sorted(WRAPPERS.keys() - {"while", "batched_while"})
+)
 def test_finds_the_backward_pass_of_a_wrapped_function(wrapper):
     wrap, _ = WRAPPERS[wrapper]
     state = dls.static_loss_scaling(optax.sgd(1.0), 2.0**20).init(0.0)
@@ -238,6 +257,40 @@ def test_a_loop_keeps_its_values():
         return jnp.where(wrong, jnp.nan, 0.0) + jnp.sum(empty)
 
     assert dls.locate_nonfinite(fn, jnp.array(4.0), jax.random.key(0)) is None
+
+
+def test_a_loop_under_vmap_keeps_the_rows_that_are_done():
+    def fn(x, keys):
+        def loop(x, key):
+            def body(state):
+                x, key, _ = state
+                return 2 * x, jax.random.split(key)[0], jnp.full(3, x)
+
+            return lax.while_loop(lambda s: s[0] < 10, body, (x, key, jnp.zeros(3)))
+
+        found, keys, rows = jax.vmap(jax.vmap(loop))(x, keys)
+        wrong = jnp.any(found != jnp.array([[16.0, 12.0], [10.0, 20.0]]))
+        last = jnp.array([[8.0, 6.0], [5.0, 0.0]])[..., None]
+        wrong = wrong | jnp.any(rows != last) | (keys.shape != (2, 2))
+        return jnp.where(wrong, jnp.nan, 0.0)
+
+    x = jnp.array([[1.0, 3.0], [5.0, 20.0]])
+    assert (
+        dls.locate_nonfinite(fn, x, jax.random.split(jax.random.key(0), (2, 2))) is None
+    )
+    assert not np.isnan(fn(x, jax.random.split(jax.random.key(0), (2, 2))))
+
+
+def test_the_gradient_of_a_scaled_layer_under_vmap():
+    def loss_fn(w, x):
+        layer = dls.layer_scaling(lambda w, x: x.astype(HALF) @ w.astype(HALF))
+        return jnp.sum(layer(w, x).astype(jnp.float32))
+
+    grads = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))
+    w, x = jnp.ones((2, 2)), jnp.ones((3, 1, 2))
+    assert dls.locate_nonfinite(grads, w, x) is None
+    fault = dls.locate_nonfinite(grads, w, 1e5 * x)
+    assert (fault.name, fault.dtype) == ("convert_element_type", "float16")
 
 
 def test_a_long_loop_is_one_operation(monkeypatch):
@@ -298,6 +351,52 @@ class TestHealthy:
 
         fault = dls.locate_nonfinite(fn, jnp.array([1.0, 0.0, 1.0]))
         assert fault.name == "log"
+
+    def test_an_inf_in_a_row_that_is_done_is_fine(self):
+        def fn(x):
+            def loop(x, n):
+                def body(state):
+                    i, _, y = state
+                    return i + 1, jnp.log(x - i), y + 1
+
+                return lax.while_loop(lambda s: s[0] < n, body, (0.0, x, x))
+
+            return jax.vmap(loop)(x, jnp.array([1.0, 2.0]))
+
+        # The first row is done before its log(0).
+        assert dls.locate_nonfinite(fn, jnp.array([1.0, 2.0])) is None
+        fault = dls.locate_nonfinite(fn, jnp.array([2.0, 1.0]))
+        assert (fault.name, fault.inside[0]) == ("log", "while, iteration 1")
+
+
+def test_blames_what_the_row_that_counts_holds():
+    def fn(x):
+        def loop(x, n):
+            def body(state):
+                i, _ = state
+                return i + 1, jnp.log(x + i) + jnp.exp(1e3 * i)
+
+            return lax.while_loop(lambda s: s[0] < n, body, (0.0, x))[1]
+
+        return jax.vmap(loop)(x, jnp.array([1.0, 2.0]))
+
+    # The second row is log(0) first, and then exp(1000).
+    assert dls.locate_nonfinite(fn, jnp.array([1.0, 0.0])).name == "exp"
+
+
+def test_wants_the_state_from_before_the_step():
+    tx = dls.dynamic_loss_scaling(optax.sgd(0.1), init_scale=2.0**20)
+    params = jnp.array([1.0, 4.0])
+    before = tx.init(params)
+    _, grads = dls.value_and_scaled_grad(scaled_loss)(params, state=before)
+    _, after = tx.update(grads, before, params)
+
+    def at(state):
+        return dls.locate_nonfinite(
+            lambda w: dls.value_and_scaled_grad(scaled_loss)(w, state=state), params
+        )
+
+    assert at(before).name == "convert_element_type" and at(after) is None
 
 
 def test_the_first_of_two_faults_counts():
