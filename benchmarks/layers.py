@@ -25,6 +25,8 @@ GROUPS |= {"25-32": slice(24, 32)}
 Params = tuple[jax.Array, jax.Array]  # weights and biases of all layers
 
 
+@functools.cache
+@jax.jit
 def start_params() -> Params:
     weights, biases = jax.random.split(jax.random.key(0))
     return (
@@ -56,6 +58,7 @@ def loss_fn(
 
 @functools.partial(jax.jit, static_argnames=("tx", "dtype", "wrap"))
 def train(
+    params: Params,
     batches: tuple[jax.Array, jax.Array],
     tx: optax.GradientTransformationExtraArgs,
     dtype: str,
@@ -73,7 +76,6 @@ def train(
         updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), zeros
 
-    params = start_params()
     (params, state), zeros = jax.lax.scan(step, (params, tx.init(params)), batches)
     return params, zeros.mean(0), state.scaler.total_skips
 
@@ -100,13 +102,13 @@ def alone(fn: Callable) -> Callable:
 
 
 def runs() -> dict[str, tuple[Params, np.ndarray, int]]:
-    batches = digits(STEPS)
+    start = start_params(), digits(STEPS)
     adam = optax.adam(1e-4, eps=1e-20)
     scaled = dls.dynamic_loss_scaling(adam, init_scale=2.0**16, growth_interval=20)
     return {
-        "float32": train(batches, dls.no_loss_scaling(adam), "float32", alone),
-        "float16, one scale": train(batches, scaled, "float16", alone),
-        "float16, layer_scaling": train(batches, scaled, "float16", dls.layer_scaling),
+        "float32": train(*start, dls.no_loss_scaling(adam), "float32", alone),
+        "float16, one scale": train(*start, scaled, "float16", alone),
+        "float16, layer_scaling": train(*start, scaled, "float16", dls.layer_scaling),
     }
 
 

@@ -1,9 +1,11 @@
 """What is trained: gradients that come from elsewhere, an MLP, a transformer."""
 
+import itertools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from peers import Params
 
@@ -23,6 +25,11 @@ def leaves_of(number: int, size: int) -> tuple[Params, dict[str, Params]]:
     return params, {"": good, ", overflow": bad}
 
 
+def normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    """Drawn by NumPy: JAX would compile a program for every shape."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
 def mlp_loss(params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
     x, labels = batch
     *hidden, last = (params[name].astype(jnp.float16) for name in sorted(params))
@@ -35,13 +42,11 @@ def mlp_loss(params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def mlp(width: int = 512) -> tuple[Params, tuple[jax.Array, jax.Array]]:
     sizes = [256, width, width, width, width, 10]
-    keys = jax.random.split(jax.random.key(0), len(sizes))
     params = {
-        f"w{i}": jax.random.normal(key, (a, b)) / a**0.5
-        for i, (key, a, b) in enumerate(zip(keys, sizes[:-1], sizes[1:], strict=False))
+        f"w{i}": normal(i, (a, b)) / a**0.5
+        for i, (a, b) in enumerate(itertools.pairwise(sizes))
     }
-    x = jax.random.normal(keys[-1], (32, 256))
-    return params, (x, jnp.arange(32) % 10)
+    return params, (normal(len(sizes), (32, 256)), jnp.arange(32) % 10)
 
 
 def transformer_loss(params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -66,10 +71,9 @@ def transformer(width: int = 128) -> tuple[Params, tuple[jax.Array, jax.Array]]:
         shapes |= {f"{name}{i}": (width, width) for name in "qkvo"}
         shapes |= {f"up{i}": (width, 4 * width), f"down{i}": (4 * width, width)}
         shapes |= {f"norm{i}": (1, 1, width)}
-    keys = jax.random.split(jax.random.key(0), len(shapes))
     params = {
-        name: jnp.ones(shape) if "norm" in name else jax.random.normal(key, shape) / 16
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        name: jnp.ones(shape) if "norm" in name else normal(i, shape) / 16
+        for i, (name, shape) in enumerate(shapes.items())
     }
     tokens = jnp.arange(4 * 32).reshape(4, 32) * 7 % 256
     return params, (tokens, (tokens + 1) % 256)

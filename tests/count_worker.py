@@ -14,12 +14,13 @@ import optax
 import optax_dls as dls
 
 adamw = optax.adamw(1e-3)
-CASES = {  # leaves, entries of each, dtypes of parameters and of gradients
-    "one leaf": (1, 1_000_000, jnp.float32, jnp.float16),
-    "float32 gradients": (1, 1_000_000, jnp.float32, jnp.float32),
-    "float16 parameters": (1, 1_000_000, jnp.float16, jnp.float16),
-    "200 leaves": (200, 5_000, jnp.float32, jnp.float16),
-    "large leaves": (8, 100_000, jnp.float32, jnp.float16),
+ALL = ("bare", "none", "dynamic", "limit")
+CASES = {  # wrappers, leaves, entries of each, dtypes of parameters and of gradients
+    "one leaf": (ALL, 1, 1_000_000, jnp.float32, jnp.float16),
+    "float32 gradients": (ALL[:3], 1, 1_000_000, jnp.float32, jnp.float32),
+    "float16 parameters": (["dynamic"], 1, 1_000_000, jnp.float16, jnp.float16),
+    "64 leaves": (ALL, 64, 15_625, jnp.float32, jnp.float16),
+    "large leaves": (["dynamic"], 8, 100_000, jnp.float32, jnp.float16),
 }
 
 
@@ -75,8 +76,8 @@ if __name__ == "__main__":
     wrappers["limit"] = lambda tx: dls.dynamic_loss_scaling(tx, gradient_limit=65504.0)
     wrappers["none"] = dls.no_loss_scaling
     counts = {
-        case: {name: count(wrap(adamw), *sizes) for name, wrap in wrappers.items()}
-        for case, sizes in CASES.items()
+        case: {name: count(wrappers[name](adamw), *sizes) for name in names}
+        for case, (names, *sizes) in CASES.items()
     }
     measured = {"counts": counts, "compilations": compilations()}
     print(json.dumps(measured | {"exports": exports_an_open_size()}))

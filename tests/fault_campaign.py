@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_dls as dls
 
-DEVICES, MICRO_BATCHES, STEPS, RUNS = 8, 2, 64, 8
+DEVICES, MICRO_BATCHES, STEPS, RUNS = 8, 2, 64, 4
 SHAPES = {"matrix": (8, 4), "vector": (8,)}
 OPTIMIZERS = {
     "adafactor": optax.adafactor(1e-2),

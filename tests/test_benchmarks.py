@@ -3,6 +3,7 @@
 import importlib
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -82,7 +83,7 @@ class TestRules:
 
     def test_trains_on_digits(self, benchmark):
         loss, skipped, flushed = benchmark.train(
-            dls.rules.dynamic(), benchmark.digits(90)
+            dls.rules.dynamic(), benchmark.start_params(), benchmark.digits(90)
         )
         assert np.flatnonzero(skipped).tolist() == list(range(30, 50))
         assert loss[-1] < 0.9 * loss[0]
@@ -94,11 +95,11 @@ def test_early_layers_go_their_way_with_layer_scaling_only(benchmark):
     early = benchmark.GROUPS["1-8"]
     adam = optax.adam(1e-4, eps=1e-20)
     scaled = dls.dynamic_loss_scaling(adam, init_scale=2.0**16, growth_interval=20)
-    batches = benchmark.digits(20)
+    start = benchmark.start_params(), benchmark.digits(20)
     single = dls.no_loss_scaling(adam)
-    reference, *_ = benchmark.train(batches, single, "float32", benchmark.alone)
-    one, zeros_one, _ = benchmark.train(batches, scaled, "float16", benchmark.alone)
-    many, zeros, skips = benchmark.train(batches, scaled, "float16", dls.layer_scaling)
+    reference, *_ = benchmark.train(*start, single, "float32", benchmark.alone)
+    one, zeros_one, _ = benchmark.train(*start, scaled, "float16", benchmark.alone)
+    many, zeros, skips = benchmark.train(*start, scaled, "float16", dls.layer_scaling)
     assert np.mean(zeros_one[early]) > 0.7
     assert np.mean(zeros[early]) < 0.1
     assert int(skips) == 0
@@ -129,7 +130,8 @@ class TestSpeed:
         params, batch = getattr(benchmark.models, model)(16)
         loss_fn = getattr(benchmark.models, f"{model}_loss")
         scale = jnp.float32(benchmark.peers.SCALE)
-        grads = benchmark.models.grads_of(loss_fn)(params, scale, batch)
+        grads_of = jax.jit(benchmark.models.grads_of(loss_fn))
+        grads = grads_of(params, scale, batch)
         assert dls.all_finite(grads)
         assert all(jnp.any(g != 0) for g in grads.values())
 
