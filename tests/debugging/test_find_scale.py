@@ -21,6 +21,10 @@ def loss_fn(w, x, dtype, weight=1.0):
     return weight * jnp.mean(y**2)
 
 
+def half_sum(x, weight=1.0):
+    return jnp.sum(weight * x.astype(jnp.float16).astype(jnp.float32))
+
+
 def by_hand(exponents, weight):
     """Finite, and entries kept, at each scale: the definition."""
     # Compiled, with the same arguments: where XLA fuses otherwise it may keep more digits
@@ -68,16 +72,18 @@ def test_leaves_headroom_where_the_good_range_is_narrow():
     search = dls.find_scale(steep, jnp.ones(3), exponents=range(-14, 10))
     assert search.recommended == 2.0**-7
 
+    # The small entry is kept from 2^17 on, and the large one overflows at 2^18.
+    both = jnp.array([2.0**-41, 2.0**-2])
+    search = dls.find_scale(lambda w: half_sum(w, both), jnp.ones(2))
+    assert np.flatnonzero(search.lost < 1e-3).tolist() == [17]
+    assert (search.largest_finite, search.recommended) == (2.0**17, 2.0**15)
+
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_says_when_no_scaling_is_needed(dtype):
     search = dls.find_scale(loss_fn, W, X, dtype, 1e-5)
     assert search.recommended == 1.0
     assert search.reason.startswith("No scaling is needed")
-
-
-def half_sum(x):
-    return jnp.sum(x.astype(jnp.float16)).astype(jnp.float32)
 
 
 def test_says_when_it_is_the_loss_that_is_not_finite():
@@ -88,7 +94,7 @@ def test_says_when_it_is_the_loss_that_is_not_finite():
     assert "the scale is not the cause" in search.reason
 
     search = dls.find_scale(
-        lambda w, x: 1e-3 * half_sum(w) + half_sum(x), W, jnp.full(4, 6e4)
+        lambda w, x: 1e-3 * half_sum(w) + half_sum(x), W, jnp.full(4, 1e6)
     )
     assert search.finite.any() and search.recommended is None
     assert search.loss == np.inf
@@ -115,9 +121,10 @@ def test_says_when_the_gradient_is_finite_nowhere():
     assert search.loss == 0 and search.recommended is search.largest_finite is None
     assert "from 2^-14 to 2^32, so the scale is not the cause" in search.reason
     # Of fewer scales it does not say so.
-    search = dls.find_scale(root, W, exponents=[3, 30])
-    assert "It may overflow at all of them" in search.reason
-    assert "try exponents=range(-14, 33)" in search.reason
+    for exponents in ([3, 30], range(-14, 10, 8), [0, 32]):
+        search = dls.find_scale(root, W, exponents=exponents)
+        assert "It may overflow at all of them" in search.reason
+        assert "try exponents=range(-14, 33)" in search.reason
 
 
 def test_a_gradient_that_low_scales_alone_make_nan():
@@ -137,7 +144,11 @@ def test_a_gradient_that_low_scales_alone_make_nan():
     assert search.largest_finite == 2.0**32
     assert search.recommended == 2.0**17
     assert search.reason.startswith("Start at 2^17")
+    assert "against 0.0% at 2^2." in search.reason
     assert "At 2^1 and below it is not finite either" in search.reason
+    # No room is left for a lower one.
+    search = dls.find_scale(loss, jnp.ones(3), exponents=range(4))
+    assert (search.recommended, search.largest_finite) == (4.0, 8.0)
 
 
 @pytest.mark.parametrize("exponents", [[0, 8, 20], [20], [0, 30], [18, 19]])
