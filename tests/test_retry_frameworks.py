@@ -105,34 +105,48 @@ class TestNNX:
     def test_what_the_forward_pass_writes_is_that_of_one_attempt(self):
         """Each attempt draws the same dropout mask and starts from the same statistics."""
 
-        @nnx.jit
-        def gradient(model, state):
-            def loss_fn(model):
-                return 100 * jnp.mean(model(self.x) ** 3)
-
-            grad_fn = dls.value_and_scaled_grad(
-                loss_fn, value_and_grad=nnx.value_and_grad, max_retries=RETRIES
-            )
-            loss, grads, state = grad_fn(model, state=state)
-            return loss, dls.unscale(grads, state), state
-
-        def after(init_scale):
+        def after(init_scale, max_retries):
             model = Noisy(nnx.Rngs(0))
-            loss, grads, state = gradient(model, make(init_scale).init(()))
-            retries = int(optax.tree.get(state, "pending_retries"))
-            return retries, (loss, grads, nnx.state(model, nnx.Not(nnx.RngKey)))
+            grad_fn = dls.value_and_scaled_grad(
+                lambda model: 100 * jnp.mean(model(self.x) ** 3),
+                value_and_grad=nnx.value_and_grad,
+                max_retries=max_retries,
+            )
+
+            @nnx.jit
+            def gradient(model, state):
+                loss, grads, *retried = grad_fn(model, state=state)
+                return loss, dls.unscale(grads, state), retried
+
+            loss, grads, retried = gradient(model, make(init_scale).init(()))
+            written = nnx.state(model, nnx.Not(nnx.RngKey))
+            return (loss, grads, written), retried
 
         fresh = nnx.state(Noisy(nnx.Rngs(0)), nnx.BatchStat)
-        retries, retried = after(2.0**24)
+        retried, (state,) = after(2.0**24, RETRIES)
+        retries = int(optax.tree.get(state, "pending_retries"))
         assert retries > 1
-        no_retries, at_once = after(2.0 ** (24 - retries))
-        assert no_retries == 0
+        at_once, _ = after(2.0 ** (24 - retries), None)
         jax.tree.map(np.testing.assert_array_equal, retried, at_once)
         state = retried[-1]
         assert int(state["dropout"]["rngs"]["count"][...]) == 1
         assert not np.array_equal(
             state["norm"]["mean"][...], fresh["norm"]["mean"][...]
         )
+
+    def test_the_loop_carries_only_variables_that_are_written(self):
+        """Parameters in it would be copied in each step."""
+        model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+        grad_fn = dls.value_and_scaled_grad(
+            lambda model: jnp.sum(model(self.x)),
+            value_and_grad=nnx.value_and_grad,
+            max_retries=RETRIES,
+        )
+        state = make().init(())
+        program = jax.make_jaxpr(lambda state: grad_fn(model, state=state))(state)
+        (loop,) = (eqn for eqn in program.eqns if eqn.primitive.name == "while")
+        names = ["attempts", "grads_finite", "loss_finite", "loss", "kernel", "bias"]
+        assert len(loop.outvars) == len(names)
 
     def test_variables_that_the_loss_adds_are_refused(self):
         class Adding(nnx.Module):
