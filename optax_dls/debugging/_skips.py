@@ -1,0 +1,264 @@
+"""Findings on skipped steps: whose fault they are, and what they did to the scale."""
+
+import numpy as np
+
+from ._run import BAD_LUCK, TOLERABLE, Finding, Run, power
+
+# So many skips in a row are no search for a scale any more.
+STALLED = 10
+# So many halvings at once are a burst of bad batches.
+BURST = 8
+# After so many applied steps without a growth the scale is not on its way back.
+PATIENCE = 100
+
+
+def loss_not_finite(run: Run) -> Finding | None:
+    bad, known = run.bad_loss, run.bad_loss | run.good_loss
+    count, recorded = np.count_nonzero(bad), np.count_nonzero(known)
+    if not count:
+        return None
+    last_good = _last(run.good_loss)
+    since = np.count_nonzero(bad[last_good + 1 :])
+    if last_good >= 0 and since < max(BAD_LUCK, count / 2):
+        return _bad_batches(run, count, recorded)
+    first = last_good + 1 + int(np.argmax(bad[last_good + 1 :]))
+    inf = np.count_nonzero(np.isinf(run.loss[bad]))
+    kind = "inf" if inf == count else "NaN" if not inf else "NaN or inf"
+    skips = np.count_nonzero((run.skipped & bad)[first:])
+    earlier = int((run.attempted - run.lost)[:first].sum())
+    where = (
+        f"from step {run.step[first]} on, in {since} records"
+        if last_good >= 0
+        else f"in all {count} records"
+    )
+    causes = (
+        "NaN or inf in the data, or an operation of the forward pass that overflows or "
+        "divides by zero"
+    )
+    if last_good >= 0:
+        rate = "a learning rate at which the parameters grew until it does"
+        began = earlier <= STALLED
+        causes = f"{rate}; {causes}" if began else f"{causes}; {rate}"
+    return Finding(
+        "loss not finite",
+        f"the loss is {kind} {where} ({skips} of them skipped); no scale helps there, as "
+        "scaling acts after the loss",
+        causes,
+        "locate_nonfinite(loss_fn, params, batch) on such a batch; check the batch itself; "
+        "a lower learning rate or warm-up if it began in training",
+    )
+
+
+def _bad_batches(run: Run, count: int, recorded: int) -> Finding | None:
+    if count <= max(BAD_LUCK, TOLERABLE * recorded):
+        return None
+    lowered = np.any(run.scale[run.bad_loss] < run.used[run.bad_loss])
+    return Finding(
+        "bad batches",
+        f"the loss was not finite in {count} of {recorded} records, and "
+        f"{np.count_nonzero(run.skipped & run.bad_loss)} of these steps were skipped"
+        + (
+            f"; the scale fell to {power(run.scale[run.bad_loss].min())} by them"
+            if lowered
+            else ""
+        ),
+        "batches whose loss is not finite: NaN or inf in the data, an empty batch or mask, "
+        "or a forward pass that overflows on them",
+        "locate_nonfinite(loss_fn, params, batch) on one of them"
+        + ("; value=loss in tx.update, so that the scale stays" if lowered else ""),
+    )
+
+
+def updates_not_finite(run: Run) -> Finding | None:
+    refused = run.skipped & run.grads_finite & ~run.bad_loss
+    count = int(run.lost[refused].sum())
+    wild = np.count_nonzero(np.isinf(run.numbers("update_norm")))
+    if not wild and not _is_much(run, count):
+        return None
+    if wild:
+        return Finding(
+            "updates not finite",
+            f"the update was not finite on {wild} applied steps",
+            "the optimizer: a learning rate that is not finite, a division by zero",
+            "check_updates=True skips such steps; look at schedule, clipping and eps",
+        )
+    unless = (
+        "" if run.good_loss[refused].any() else " (or the loss given as value= was not)"
+    )
+    return Finding(
+        "updates not finite",
+        f"{count} of {run.steps} steps were skipped although their gradients were finite",
+        "check_updates refused what the optimizer proposed: a learning rate that is not "
+        f"finite, a division by zero in it{unless}",
+        "look at schedule, clipping and eps of the optimizer; optimizer.update by hand on "
+        "one such gradient",
+    )
+
+
+def overflow_at_the_floor(run: Run) -> Finding | None:
+    there = run.used <= run.min_scale
+    lost = int(run.lost[there].sum())
+    if (
+        run.is_fixed
+        or lost < BAD_LUCK
+        or lost <= TOLERABLE * run.attempted[there].sum()
+    ):
+        return None
+    return Finding(
+        "overflow at the floor",
+        f"{lost} steps were lost although the scale was at its floor {power(run.min_scale)}",
+        "not the scale: NaN or inf in the data, a learning rate at which the parameters "
+        "diverged, or an operation whose value or derivative is not finite in float16",
+        "locate_nonfinite on such a batch, on the gradient too; check the batch itself; a "
+        "lower learning rate",
+    )
+
+
+def overflow_at_a_fixed_scale(run: Run) -> Finding | None:
+    lost = int(run.lost.sum())
+    if not run.is_fixed or not _is_much(run, lost):
+        return None
+    return Finding(
+        "overflow at a fixed scale",
+        f"{lost} of {run.steps} steps were lost, and the scale stayed at "
+        f"{power(run.scale[-1])}",
+        "a static scale, or a min_scale, that is too high for these gradients; or gradients "
+        "that no scale makes finite",
+        "find_scale, which tells the two apart; dynamic_loss_scaling; locate_nonfinite if "
+        "they overflow at every scale",
+    )
+
+
+def no_step_applied(run: Run) -> Finding | None:
+    last = _last(~run.skipped)
+    streak = int(run.lost[last + 1 :].sum())
+    if streak < (STALLED if run.applied else BAD_LUCK):
+        return None
+    since = f" since step {run.step[last]}" if run.applied else ""
+    return Finding(
+        "no step applied",
+        f"the last {streak} of {run.steps} steps were skipped, none was applied{since}, and "
+        f"the scale went from {power(run.used[last + 1])} to {power(run.scale[-1])}",
+        "a scale that is still too high, if it goes on falling; else gradients that no scale "
+        "makes finite",
+        "find_scale for init_scale, which also says whether a scale helps at all; "
+        "locate_nonfinite on the gradient if none does",
+    )
+
+
+def frequent_overflow(run: Run) -> Finding | None:
+    later = run.lost_later()
+    lost, overflows = int(later.sum()), run.overflows()
+    held = np.count_nonzero(run.held & (later > 0)) > np.count_nonzero(later) / 2
+    probes = 0.0 if run.is_fixed else run.steps / run.growth_interval
+    # A burst is one overflow. Where the scale stays, little is lost by a few.
+    usual = BAD_LUCK + (TOLERABLE * run.steps if held else 2 * probes)
+    if lost <= usual or (overflows <= usual and lost <= run.steps / 10):
+        return None
+    return Finding(
+        "frequent overflow",
+        f"{lost} of {run.steps} steps were lost after the first applied one, where about "
+        f"{probes:.1f} are expected (one probe every {run.growth_interval:g} steps)",
+        "batches whose loss is not finite, since the scale stayed on them"
+        if held
+        else "batches that now and then are not finite or far larger than the rest",
+        ("" if held else "value=loss in tx.update; ")
+        + "a look at the batches that are skipped; gradient_report on one of them to see "
+        "which leaf it is; normalise what is large in the forward pass",
+    )
+
+
+def same_leaf(run: Run) -> Finding | None:
+    leaves = run.columns.get("nonfinite_leaf")
+    if leaves is None:
+        return None
+    start = run.settled if run.settled < run.step.size else 0
+    # Where the loss itself is not finite, all leaves are bad, and the first says nothing.
+    named = [
+        str(leaf)
+        for leaf, bad in zip(leaves[start:], run.bad_loss[start:], strict=True)
+        if isinstance(leaf, str) and leaf and not bad
+    ]
+    # Probes for a larger scale fail in the leaf with the largest gradients, as they must.
+    if len(named) <= 2 * run.steps / run.growth_interval + BAD_LUCK:
+        return None
+    worst = max(set(named), key=named.count)
+    if named.count(worst) < 0.9 * len(named):
+        return None
+    return Finding(
+        "the same leaf every time",
+        f"{named.count(worst)} of {len(named)} overflows are in {worst}",
+        "one layer whose gradients are far larger than those of the others, or an operation "
+        "whose derivative is not finite, as that of a norm at zero",
+        "gradient_report for its magnitudes; locate_nonfinite on the gradient; compute it in "
+        "float32, or scale its output down",
+    )
+
+
+def collapsed(run: Run) -> Finding | None:
+    after = np.arange(run.scale.size) > run.settled
+    streak = np.where(after, run.columns["consecutive_skips"], 0)
+    end = int(np.argmax(streak))
+    fall = min(int(streak[end]), run.scale.size)
+    low, before = run.scale[end], run.scale[max(end - fall, 0)]
+    applied = int((run.attempted - run.lost)[end + 1 :].sum())
+    # Growing as fast as that, it is on its way back, or is back where it is probing.
+    grows = np.any(run.scale[end + 1 :][: PATIENCE // 2] > low)
+    missing = np.log2(before / run.scale[-1])
+    if fall < BURST or missing < BURST / 2 or applied < PATIENCE or grows:
+        return None
+    return Finding(
+        "collapsed after a burst",
+        f"{fall} skips in a row took the scale from {power(before)} to {power(low)}; after "
+        f"{applied} applied steps it is at {power(run.scale[-1])}, and at one growth every "
+        f"{run.growth_interval:g} steps it needs {missing * run.growth_interval:.0f} more",
+        "a burst of bad batches, and a rule without a recovery_interval",
+        "dynamic_loss_scaling with a recovery_interval (10 by default); value=loss in "
+        "tx.update: then a loss that is not finite leaves the scale alone; "
+        "optax.tree.set(opt_state, loss_scale=...) to put it back now",
+    )
+
+
+def never_grows(run: Run) -> Finding | None:
+    moves = run.lost_later() > 0
+    is_adaptive = run.scale.min() < run.scale.max()
+    if np.any(np.diff(run.scale) > 0) or run.is_fixed or not is_adaptive:
+        return None
+    # Where it did not grow in spite of a whole interval, skips are not what keeps it.
+    ends = np.cumsum(run.attempted)[moves]
+    rests = np.diff(np.concatenate([[0], ends, [run.steps]]))
+    if run.overflows() <= BAD_LUCK or rests.max() >= run.growth_interval:
+        return None
+    return Finding(
+        "the scale never grows",
+        f"an overflow about every {run.steps / (run.overflows() + 1):.0f} steps, and it "
+        f"grows after {run.growth_interval:g} finite ones",
+        "bad batches that reset the count",
+        "value=loss in tx.update, so that bad batches do not count; a shorter "
+        "growth_interval",
+    )
+
+
+def wrong_order(run: Run) -> Finding | None:
+    norms = np.nan_to_num(np.asarray(run.columns.get("update_norm", 0.0), np.float64))
+    moved = np.count_nonzero(run.skipped & (norms != 0))
+    if not moved or moved < np.count_nonzero(run.skipped) / 2:
+        return None
+    return Finding(
+        "a wrapper in the wrong order",
+        f"on {moved} of {np.count_nonzero(run.skipped)} skipped steps the update was not zero",
+        "a transformation chained behind the loss scaling, such as weight decay",
+        "put everything inside: dynamic_loss_scaling(chain(...))",
+    )
+
+
+def _is_much(run: Run, lost: int) -> bool:
+    """Whether so many lost steps are more than bad luck."""
+    if not run.applied:
+        return lost >= BAD_LUCK
+    return lost > max(BAD_LUCK, TOLERABLE * run.steps)
+
+
+def _last(mask: np.ndarray) -> int:
+    """The last record of those; -1 if there is none."""
+    return int(np.flatnonzero(mask)[-1]) if mask.any() else -1
