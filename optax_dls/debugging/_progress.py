@@ -7,6 +7,7 @@ from ._run import BAD_LUCK, Finding, Run, power
 
 # Above this share of flushed entries, the gradient is not the true one any more.
 MUCH_UNDERFLOW = 0.05
+VERY_MUCH_UNDERFLOW = 0.25
 # So many values show that a column does not move, and that a loss has a trend.
 ENOUGH = 20
 # A loss that is so many times above its start has not got there by chance.
@@ -19,63 +20,73 @@ FLOAT16_MAX = float(np.finfo(np.float16).max)
 
 def divergence(run: Run) -> Finding | None:
     loss, step = run.loss[run.good_loss], run.step[run.good_loss]
-    bad = np.flatnonzero(run.bad_loss)
-    ended = bool(bad.size and step.size and run.step[bad[-1]] > step[-1])
-    if not run.applied or underflow(run) or loss.size < (2 if ended else 10):
+    bad = run.step[run.bad_loss]
+    ended = bool(bad.size and step.size and bad[-1] > step[-1])
+    if not run.applied or underflow(run) or not loss.size:
         return None
     start = _start(loss)
-    tail = np.abs(loss[-5:] if ended else loss[-max(loss.size // 10, 5) :])
-    level = float(np.median(tail))
-    # What lasts for five records is no outlier.
-    windows = np.lib.stride_tricks.sliding_window_view(loss, min(5, loss.size))
-    peak = float(np.max(np.median(windows, axis=1)))
-    if ended:
-        high = float(tail.max())
-        diverged = high >= BLOW_UP * start
-    else:
-        high = max(peak, level)
-        diverged = _rose(loss, start, tail, level) or _stuck(loss, start, tail, peak)
-    if not diverged:
+    blew_up = start > 0 and np.abs(loss[-5:]).max() >= BLOW_UP * start
+    if not (blew_up if ended else _rose(loss) or _is_stuck(loss)):
         return None
     top = int(np.argmax(np.abs(loss)))
-    after = (
-        f"not finite from step {run.step[bad[0]]} on"
+    end = (
+        f"not finite from step {bad[0]} on"
         if ended
-        else f"{level:.3g} at the end"
+        else f"{np.median(loss[-5:]):.3g} at the end"
     )
     return Finding(
         "divergence",
         f"the loss went from {loss[0]:.3g} at step {step[0]} to {loss[top]:.3g} at step "
-        f"{step[top]}, and is {after}",
+        f"{step[top]}, and is {end}",
         "a learning rate that is too high, or a change in the data; not loss scaling",
         "a lower learning rate, warm-up, clipping (inside the wrapper)",
     )
 
 
 def _start(loss: np.ndarray) -> float:
-    """How large the loss was at first; around zero, over some time."""
+    """How large a loss is that has not blown up yet."""
     if loss.min() >= 0 and loss[0] > 0:
         return float(loss[0])
+    # Around zero the first says little.
     block = np.abs(loss[: max(loss.size // 10, 1)])
-    return float(np.quantile(block, 0.9)) * 1e3
+    return 1e3 * float(np.quantile(block, 0.9))
 
 
-def _rose(loss: np.ndarray, start: float, tail: np.ndarray, level: float) -> bool:
+def _rose(loss: np.ndarray) -> bool:
     """Whether the loss is far above its start, or its best, and stays there."""
-    best = min(float(np.median(np.abs(block))) for block in np.array_split(loss, 10))
-    far = level >= BLOW_UP * start or (
-        level >= 2 * start and level >= BLOW_UP * best and loss.min() >= 0
-    )
-    return far and start < tail.min()
-
-
-def _stuck(loss: np.ndarray, start: float, tail: np.ndarray, peak: float) -> bool:
-    """Whether a supervised loss blew up, and came back no further than to its start."""
-    if loss.min() < 0 or np.median(tail) < 0.8 * start:
+    start, size = _start(loss), np.abs(loss)
+    if loss.size < ENOUGH or not start:
         return False
-    highest = max(start, float(np.quantile(tail, 0.9)))
+    later, tail = size[loss.size // 10 :], size[-max(loss.size // 10, 5) :]
+    level = float(np.median(tail))
+    # The first may be low by chance: so it has to be the lowest of many, far below a narrow
+    # range, or one of several that are low.
+    clipped = np.maximum(later, start)
+    least, low, quarter, high = np.quantile(clipped, (0.02, 0.16, 0.25, 0.84))
+    is_lowest = start < later.min()
+    is_far = later.size >= 200 or level / start > (high / low) ** 2.5
+    are_low = start < least and np.count_nonzero(size[:5] < quarter) >= 4
+    # Where it does not jump at once, it starts where the first five are.
+    jumps = np.median(size[1:6]) >= 3 * start
+    base = start if jumps else max(start, float(np.median(size[:5])))
+    if level >= BLOW_UP * base and (is_lowest and is_far or are_low):
+        return True
+    best = min(float(np.median(block)) for block in np.array_split(size, 10))
+    is_above = level >= 2 * start and start < tail.min() and loss.min() >= 0
+    return loss.size >= 50 and is_above and level >= BLOW_UP * best
+
+
+def _is_stuck(loss: np.ndarray) -> bool:
+    """Whether a supervised loss blew up, and came back no further than to its start."""
+    tail = loss[-(loss.size // 3) :]
+    if loss.size < ENOUGH or loss.min() < 0 or np.median(tail) < 0.8 * loss[0]:
+        return False
+    highest = max(loss[0], tail.max())
+    # What lasts for five records is no outlier.
+    windows = np.lib.stride_tricks.sliding_window_view(loss, 5)
+    peak = np.median(windows, axis=1).max()
     is_dead = np.ptp(tail) <= 1e-3 * highest
-    return peak >= (2 if is_dead else 5) * highest
+    return bool(peak >= (2 if is_dead else 5) * highest)
 
 
 def underflow(run: Run) -> Finding | None:
@@ -85,23 +96,43 @@ def underflow(run: Run) -> Finding | None:
             run.numbers("zero_share") < 1, 0, run.numbers("zero_share")
         ),
     }
-    for what, share in shares.items():
-        known = np.flatnonzero(np.isfinite(share))
-        if known.size and share[known[-1]] >= MUCH_UNDERFLOW:
-            break
-    else:
+    seen = {what: np.flatnonzero(np.isfinite(share)) for what, share in shares.items()}
+    much = [
+        (what, shares[what], known)
+        for what, known in seen.items()
+        if known.size and shares[what][known[-1]] >= MUCH_UNDERFLOW
+    ]
+    if not much:
         return None
-    then = run.used[known[-1]]
-    ceiling = run.scale[-1] >= run.max_scale
+    what, share, known = much[0]
+    last, then = share[known[-1]], run.used[known[-1]]
+    evidence = f"{last:.0%} of the entries still {what} at the scale {power(then)}"
+    tops = run.used[(run.lost_later() > 0) & ~run.bad_loss]
+    if np.any(tops <= 4 * run.scale[-1]):
+        # The scale is as large as it can be, and some underflow is the price.
+        return (
+            None
+            if last < VERY_MUCH_UNDERFLOW
+            else Finding(
+                "gradients too small",
+                f"{evidence}, and overflow at {power(tops.min())}",
+                "gradients that differ more in size than float16 numbers can",
+                "gradient_report for the leaves with the largest; layer_scaling or float32 there",
+            )
+        )
+    if run.scale[-1] >= run.max_scale:
+        return Finding(
+            "gradients too small",
+            f"{evidence}, which is its ceiling",
+            "a loss of tiny weight, or the mean over very many entries",
+            "a higher max_scale; find_scale",
+        )
     return Finding(
         "gradients too small",
-        f"{share[known[-1]]:.0%} of the entries still {what} at the scale {power(then)}"
-        + (", which is its ceiling" if ceiling else ""),
-        "a loss of tiny weight, or the mean over very many entries"
-        + ("" if ceiling else "; the scale has not had the time to grow"),
-        "a higher max_scale; find_scale"
-        if ceiling
-        else "find_scale for a higher init_scale; a shorter growth_interval",
+        evidence,
+        "a loss of tiny weight, or the mean over very many entries; the scale has not had "
+        "the time to grow",
+        "find_scale for a higher init_scale; a shorter growth_interval",
     )
 
 
@@ -127,7 +158,7 @@ def does_not_move(run: Run) -> Finding | None:
     seen = [
         (name, values)
         for name, values in (("loss", loss), ("norm of the parameters", sizes))
-        if values.size >= ENOUGH and values[0] != 0 and np.all(values == values[0])
+        if values.size >= _enough(values) and values[0] and np.all(values == values[0])
     ]
     if not seen:
         return None
@@ -171,7 +202,7 @@ def _answers_to_scale(run: Run, name: str) -> int:
         return 0
     norm, scale = np.diff(np.log2(norms[known])), np.diff(np.log2(run.used[known]))
     moves = scale != 0
-    count = np.count_nonzero(moves)
+    count = int(np.count_nonzero(moves))
     if count < BAD_LUCK or np.count_nonzero(~moves) < BAD_LUCK:
         return 0
     drift = np.median(norm[~moves])
@@ -185,7 +216,9 @@ def at_the_ceiling(run: Run) -> Finding | None:
     low = run.scale[-1] < max(run.max_scale, HIGH_SCALE)
     if low or lost or run.is_fixed or run.scale.min() == run.scale.max():
         return None
-    if _fell(run) or underflow(run) or does_not_move(run) or never_scaled(run):
+    # Updates that neither vanish nor answer to the scale are right.
+    moves = np.count_nonzero(run.numbers("update_norm") > 0) >= ENOUGH
+    if moves or _fell(run) or any(check(run) for check in (underflow, does_not_move)):
         return None
     if run.scale[-1] < DEFAULT_MAX_SCALE and not run.good_loss.any():
         return None
@@ -193,9 +226,9 @@ def at_the_ceiling(run: Run) -> Finding | None:
         "at the ceiling without an overflow",
         f"the scale climbed to {power(run.scale[-1])}, its ceiling, and no step ever "
         "overflowed",
-        "gradients that were never scaled (jax.value_and_grad, or dls.unscale before "
-        "tx.update); a loss so tiny that its gradients are zero in float16; or nothing "
-        "that is computed in float16",
+        "gradients that were never scaled (jax.value_and_grad instead of "
+        "value_and_scaled_grad); a loss so tiny that its gradients are zero in float16; or "
+        "nothing that is computed in float16",
         "record update_norm=optax.tree.norm(updates) to tell them apart: with SGD it halves "
         "when the scale doubles if the gradients were never scaled, it is exactly zero if "
         "they vanish (find_scale, a higher max_scale), and neither if no scaling is needed "
@@ -207,7 +240,7 @@ def float16_loss(run: Run) -> Finding | None:
     largest = float(np.max(run.used[run.lost == 0], initial=0))
     values = np.unique(np.abs(run.loss[run.good_loss]))
     values = values[(values >= 2.0**-14) & (values <= FLOAT16_MAX)]
-    if values.size < ENOUGH or largest > FLOAT16_MAX or run.scale.max() <= 1:
+    if values.size < ENOUGH or largest > FLOAT16_MAX or run.scale.max() < 2**15:
         return None
     mantissa, exponent = np.frexp(values)
     digits = mantissa * 2**11  # whole numbers in float16
@@ -234,9 +267,15 @@ def _fell(run: Run) -> bool:
     loss = run.loss[run.good_loss]
     if loss.size < ENOUGH:
         return False
-    block = max(loss.size // 10, 5)
-    first, last = loss[:block], float(np.median(loss[-block:]))
+    first = loss[: max(loss.size // 10, min(loss.size // 3, 10))]
+    last = float(np.median(loss[-(loss.size // 2) :]))
     return last < np.quantile(first, 0.1) and last < first[0] - 0.01 * abs(first[0])
+
+
+def _enough(values: np.ndarray) -> int:
+    """Equal values that show something: more of those that bfloat16 rounds to."""
+    is_coarse = values.size and not np.float32(values[0]).view(np.uint32) & 0xFFFF
+    return 5 * ENOUGH if is_coarse else ENOUGH
 
 
 def _last_nonzero(values: np.ndarray) -> int:

@@ -238,15 +238,16 @@ def _floor(scale: np.ndarray, held: np.ndarray, lost: np.ndarray) -> float:
 def _interval(scale: np.ndarray, attempted: np.ndarray, lost: np.ndarray) -> float:
     """Steps that the scale takes to grow where no skip disturbs it, if that is seen."""
     ratio = scale / np.append(scale[:1], scale[:-1])
+    if np.median(attempted) > 1:
+        # Gaps hide single moves: so many growths must have undone the backoffs.
+        growths = np.log2(scale[-1] / scale[0]) + lost[1:].sum()
+        return attempted.sum() / growths if growths >= 1 else DEFAULT_GROWTH_INTERVAL
     moves = np.flatnonzero((ratio > 1) | (lost > 0))
     grows = lost[moves] == 0
     if not grows.any():
         return DEFAULT_GROWTH_INTERVAL
     ways = np.diff(np.cumsum(attempted)[moves], prepend=0)
-    growths = np.maximum(
-        np.log2(ratio[moves]), 1
-    )  # several, where the history has gaps
-    longest = float(np.max((ways / growths)[grows]))
+    longest = float(np.max(ways[grows]))
     # Where it rested for much longer, that was the way back from a burst.
     rest = max(float(ways.max()), float(attempted[moves[-1] + 1 :].sum()))
     return DEFAULT_GROWTH_INTERVAL if rest > 3 * longest else longest

@@ -14,7 +14,7 @@ PATIENCE = 100
 
 def loss_not_finite(run: Run) -> Finding | None:
     bad, known = run.bad_loss, run.bad_loss | run.good_loss
-    count, recorded = np.count_nonzero(bad), np.count_nonzero(known)
+    count, recorded = int(bad.sum()), int(known.sum())
     if not count:
         return None
     last_good = _last(run.good_loss)
@@ -130,15 +130,16 @@ def overflow_at_a_fixed_scale(run: Run) -> Finding | None:
 
 
 def no_step_applied(run: Run) -> Finding | None:
-    last = _last(~run.skipped)
-    streak = int(run.lost[last + 1 :].sum())
+    streak = int(run.columns["consecutive_skips"][-1])
     if streak < (STALLED if run.applied else BAD_LUCK):
         return None
-    since = f" since step {run.step[last]}" if run.applied else ""
+    last = run.step[-1] - streak
+    since = f" since step {last}" if run.applied else ""
+    before = run.scale[max(np.searchsorted(run.step, last, "right") - 1, 0)]
     return Finding(
         "no step applied",
-        f"the last {streak} of {run.steps} steps were skipped, none was applied{since}, and "
-        f"the scale went from {power(run.used[last + 1])} to {power(run.scale[-1])}",
+        f"the last {streak} steps were skipped, none was applied{since}, and the scale went "
+        f"from {power(before)} to {power(run.scale[-1])}",
         "a scale that is still too high, if it goes on falling; else gradients that no scale "
         "makes finite",
         "find_scale for init_scale, which also says whether a scale helps at all; "
@@ -152,7 +153,7 @@ def frequent_overflow(run: Run) -> Finding | None:
     held = np.count_nonzero(run.held & (later > 0)) > np.count_nonzero(later) / 2
     probes = 0.0 if run.is_fixed else run.steps / run.growth_interval
     # A burst is one overflow. Where the scale stays, little is lost by a few.
-    usual = BAD_LUCK + (TOLERABLE * run.steps if held else 2 * probes)
+    usual = max(BAD_LUCK + 2 * (not held) * probes, TOLERABLE * run.steps)
     if lost <= usual or (overflows <= usual and lost <= run.steps / 10):
         return None
     return Finding(
@@ -221,13 +222,16 @@ def collapsed(run: Run) -> Finding | None:
 
 def never_grows(run: Run) -> Finding | None:
     moves = run.lost_later() > 0
-    is_adaptive = run.scale.min() < run.scale.max()
-    if np.any(np.diff(run.scale) > 0) or run.is_fixed or not is_adaptive:
+    # Between records with gaps, growths and backoffs undo each other unseen.
+    unseen = np.log2(run.scale[-1] / run.scale[0]) + run.lost[1:].sum() >= 1
+    grew = np.any(np.diff(run.scale) > 0) or (np.median(run.attempted) > 1 and unseen)
+    if grew or run.is_fixed or run.scale.min() == run.scale.max():
         return None
     # Where it did not grow in spite of a whole interval, skips are not what keeps it.
     ends = np.cumsum(run.attempted)[moves]
     rests = np.diff(np.concatenate([[0], ends, [run.steps]]))
-    if run.overflows() <= BAD_LUCK or rests.max() >= run.growth_interval:
+    is_long = run.steps >= 2 * run.growth_interval
+    if run.overflows() <= BAD_LUCK or not is_long or rests.max() >= run.growth_interval:
         return None
     return Finding(
         "the scale never grows",
