@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import _progress, _skips
-from ._run import Finding, Run, read_run
+from ._run import Finding, Run, check_is_history, read_run
 
 if TYPE_CHECKING:
     from ._history import History
@@ -81,11 +81,7 @@ def diagnose(
       >>> [finding.name for finding in dls.diagnose(history)]
       ['overflow at the floor']
     """
-    if not isinstance(history, Mapping) and not hasattr(history, "arrays"):
-        raise TypeError(
-            f"history must be a History or its arrays(), got {type(history).__name__}. A "
-            "file is read by History.load(path)."
-        )
+    check_is_history(history)
     if growth_interval is not None and not growth_interval >= 1:
         raise ValueError(
             f"growth_interval must be at least 1, as of the rule, got {growth_interval!r}."

@@ -113,6 +113,14 @@ def power(scale: float) -> str:
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
+def check_is_history(history: object) -> None:
+    if not isinstance(history, Mapping) and not hasattr(history, "arrays"):
+        raise TypeError(
+            f"history must be a History or its arrays(), got {type(history).__name__}. A "
+            "file is read by History.load(path)."
+        )
+
+
 def read_run(
     history: "History | Mapping[str, np.ndarray]", given: Mapping[str, float | None]
 ) -> Run:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from .._lookup import scaler_state
+from ._run import check_is_history
 
 if TYPE_CHECKING:
     from ._history import History
@@ -33,11 +34,11 @@ def raise_if_stalled(
         2**15 down to the default floor of 2**-14 takes 29; 100 leaves room for a
         start from 2**32 and a burst of bad batches.
       history: of this run, if there is one: the error then has what :func:`diagnose`
-        makes of it.
+        finds in it, instead of a general advice.
 
     Raises:
       LossScaleStalledError: ``consecutive_skips`` (of any member) is above the limit.
-      TypeError, ValueError: as :func:`scaler_state`, or a limit that is none.
+      TypeError, ValueError: as :func:`scaler_state`, or a limit or a history that is none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -65,6 +66,8 @@ def raise_if_stalled(
         raise ValueError(
             f"max_consecutive_skips must be at least 0, got {max_consecutive_skips}."
         )
+    if history is not None:
+        check_is_history(history)
     scaler = scaler_state(state)
     if isinstance(scaler.consecutive_skips, jax.core.Tracer):
         raise TypeError(
@@ -72,24 +75,36 @@ def raise_if_stalled(
             "a traced state. Call it outside the train step, on the state it returns."
         )
     skips = int(np.max(scaler.consecutive_skips))
-    if skips > max_consecutive_skips:
-        finite = bool(np.all(scaler.grads_finite))
-        findings = []
-        if history is not None and len(history):
-            from ._diagnose import diagnose
+    if skips <= max_consecutive_skips:
+        return
+    finite = bool(np.all(scaler.grads_finite))
+    raise LossScaleStalledError(
+        f"The last {skips} steps were all skipped (limit {max_consecutive_skips}, "
+        f"total_skips={int(np.max(scaler.total_skips))}); the loss scale is now "
+        f"{np.min(scaler.loss_scale):g}, and the gradients of the last step were "
+        + ("finite, so the loss or the updates were not." if finite else "not.")
+        + (_findings(history) or _general_advice(finite))
+    )
 
-            findings = diagnose(history)
-        raise LossScaleStalledError(
-            f"The last {skips} steps were all skipped (limit {max_consecutive_skips}, "
-            f"total_skips={int(np.max(scaler.total_skips))}); the loss scale is now "
-            f"{np.min(scaler.loss_scale):g}, and the gradients of the last step were "
-            + (
-                "finite, so the loss or the updates were not."
-                if finite
-                else "not. If the scale is fixed or still large, lower it; at the floor it "
-                "is not the cause."
-            )
-            + " Look for NaN or inf in the batch, a learning rate that made the "
-            "parameters diverge, or an operation whose forward pass overflows in float16."
-            + "".join(f"\n{finding}" for finding in findings)
-        )
+
+def _findings(history: "History | Mapping[str, np.ndarray] | None") -> str:
+    from ._diagnose import diagnose
+
+    if history is None or not _records(history):
+        return ""
+    return "".join(f"\n{finding}" for finding in diagnose(history))
+
+
+def _records(history: "History | Mapping[str, np.ndarray]") -> int:
+    if isinstance(history, Mapping):
+        return np.size(history.get("loss_scale", ()))
+    return len(history)
+
+
+def _general_advice(finite: bool) -> str:
+    scale = " If the scale is fixed or still large, lower it; at the floor it is not the cause."
+    return (
+        ("" if finite else scale)
+        + " Look for NaN or inf in the batch, a learning rate that made the parameters "
+        "diverge, or an operation whose forward pass overflows in float16."
+    )

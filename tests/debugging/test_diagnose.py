@@ -1,336 +1,378 @@
-"""Each finding is proved by a run that has the fault, and a healthy run has none."""
+"""What the findings say, where the settings come from, and the command.
 
-import functools
+Which run has which finding is the table in ``test_diagnose_table.py``.
+"""
+
 import subprocess
 import sys
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
+from test_diagnose_table import STEPS, Told, recorded, written
 
 import optax_dls as dls
+from optax_dls.debugging.__main__ import main
 
-pytestmark = pytest.mark.standard_promotion
-STEPS, INTERVAL = 400, 100
-KEYS = jax.random.split(jax.random.key(0), 3)
-PARAMS = {
-    "in": jax.random.normal(KEYS[0], (8, 16)) / 3,
-    "out": jax.random.normal(KEYS[1], (16, 1)) / 4,
-}
-X = jax.random.normal(KEYS[2], (STEPS, 32, 8))
+ALL = range(STEPS)
+NOWHERE: list[int] = []
+DOWN_TO_128 = 2.0 ** np.maximum(14 - np.arange(STEPS), 7.0)
+TO_THE_FLOOR = 2.0 ** np.maximum(14 - np.arange(STEPS), -14.0)
+FALL = 2.0 + np.exp(-np.arange(STEPS) / 80)
 
 
-def loss_fn(params, x, dtype=jnp.float16):
-    cast = jax.tree.map(lambda p: p.astype(dtype), params)
-    y = jnp.tanh(x.astype(dtype) @ cast["in"]) @ cast["out"]
-    return jnp.mean((y.astype(jnp.float32) - jnp.sin(x[:, :1])) ** 2)
-
-
-def train(loss_fn=loss_fn, x=X, optimizer=None, tx=None, **settings):
-    """The history of a run, as arrays, with all that a history can hold."""
-    optimizer = optax.sgd(0.1) if optimizer is None else optimizer
-    settings = {"growth_interval": INTERVAL, **settings}
-    tx = tx or dls.dynamic_loss_scaling(optimizer, **settings)
-
-    def step(carry, x):
-        params, state = carry
-        loss, grads = dls.value_and_scaled_grad(loss_fn)(params, x, state=state)
-        report = dls.gradient_report(grads, state)
-        updates, state = tx.update(grads, state, params)
-        seen = {"loss": loss, "update_norm": optax.tree.norm(updates)}
-        carry = (optax.apply_updates(params, updates), state)
-        return carry, (dls.metrics(state) | seen, report)
-
-    @jax.jit
-    def run(params, state):
-        return lax.scan(step, (params, state), x)
-
-    _, (columns, reports) = run(PARAMS, tx.init(PARAMS))
-    columns = {name: np.asarray(value) for name, value in columns.items()}
-    columns["nonfinite_leaf"] = np.array(reports.first_nonfinite(), object)
-    return {"step": np.arange(len(x)), **columns}
-
-
-def with_underflow(columns, share):
-    return columns | {"underflow_share": np.full(columns["step"].size, share)}
+def one(columns, name, **settings):
+    found = {finding.name: finding for finding in dls.diagnose(columns, **settings)}
+    return found[name]
 
 
 def names(columns, **settings):
-    settings = {"growth_interval": INTERVAL, **settings}
     return [finding.name for finding in dls.diagnose(columns, **settings)]
 
 
-def flushed_in_float32(loss_fn, scale):
-    """What a float16 backward pass would flush of this gradient, at this scale."""
-    state = dls.static_loss_scaling(optax.sgd(1.0), scale).init(PARAMS)
-    loss = functools.partial(loss_fn, dtype=jnp.float32)
-    _, grads = dls.value_and_scaled_grad(loss)(PARAMS, X[0], state=state)
-    return dls.gradient_report(grads, state).underflow_share()
+def where(steps, value, elsewhere):
+    return np.where(np.isin(np.arange(STEPS), steps), value, elsewhere)
 
 
-@functools.cache
-def healthy():
-    columns = train(init_scale=2.0**24)
-    return with_underflow(columns, flushed_in_float32(loss_fn, 2.0**18))
+class TestSkippedSteps:
+    def test_a_finding_prints_its_numbers_causes_and_cures(self):
+        text = str(
+            one(written(STEPS, skips=ALL, scale=DOWN_TO_128), "overflow at the floor")
+        )
+        assert text.splitlines()[0] == (
+            "overflow at the floor: 392 steps were lost although the scale was at its floor "
+            "2^7"
+        )
+        assert "\n  Likely: not the scale" in text
+        assert "\n  Try: locate_nonfinite" in text
 
+    def test_why_steps_are_lost_is_said_once(self):
+        """Not as a collapse, either, whose cure would be the rule that is in use."""
+        skips = range(5, STEPS)
+        columns = written(STEPS, skips=skips, scale=np.roll(TO_THE_FLOOR, 4))
+        assert names(columns) == ["overflow at the floor"]
+        assert "recovery_interval" not in "".join(map(str, dls.diagnose(columns)))
 
-def test_a_healthy_run_has_no_finding():
-    columns = healthy()
-    assert columns["total_skips"][-1] > 0  # it has its probes
-    assert columns["loss"][-1] < columns["loss"][0]
-    assert names(columns) == []
-    loss = np.linspace(0.1, 9.0, STEPS)  # of underflow, not of a rate
-    assert (
-        names(with_underflow(columns, 0.5) | {"loss": loss})[0] == "gradients too small"
-    )
-    assert "divergence" not in names(with_underflow(columns, 0.5) | {"loss": loss})
+    def test_a_loss_that_is_nan_after_some_steps_names_both_causes(self):
+        def cause(first):
+            skips = range(first, STEPS)
+            columns = written(STEPS, skips=skips, loss=where(skips, np.nan, 2.0))
+            return one(columns, "loss not finite")
 
-
-def test_br33_the_search_for_a_first_scale_and_the_probes_are_no_finding():
-    """https://github.com/NVIDIA/apex/issues/864"""
-    columns = train(init_scale=2.0**30)
-    assert columns["total_skips"][-1] > 10
-    assert names(columns) == []
-
-
-def test_bad_batches_now_and_then_are_frequent_overflow():
-    found = names(train(x=X.at[9::20, 0, 0].set(jnp.inf)))
-    assert "frequent overflow" in found
-    assert "overflow at the floor" not in found
-    sgd = optax.sgd(0.1)
-    tx = ValueTeller(dls.dynamic_loss_scaling(sgd, growth_interval=INTERVAL))
-    (finding,) = dls.diagnose(
-        train(x=X.at[9::20, 0, 0].set(jnp.inf), tx=tx), growth_interval=INTERVAL
-    )
-    assert finding.causes == "batches whose loss is not finite"
-    assert "value=loss" not in finding.advice  # it has that already
-
-
-def test_bad_data_overflow_at_the_floor():
-    found = names(train(x=X.at[50:, 0, 0].set(jnp.nan), min_scale=2.0), min_scale=2.0)
-    assert "overflow at the floor" in found
-    assert "frequent overflow" not in found  # one fault, not two
-
-
-def test_an_exp_in_float16_overflows_at_the_floor():
-    """In all leaves, as the loss does, so that no single one is named."""
-
-    def with_exp(params, x):
-        hot = jnp.exp(x.astype(jnp.float16) @ (20 * params["in"]).astype(jnp.float16))
-        return jnp.mean((hot @ params["out"].astype(jnp.float16)).astype(jnp.float32))
-
-    found = names(train(with_exp, min_scale=2.0), min_scale=2.0)
-    assert "overflow at the floor" in found
-    assert "the same leaf every time" not in found
-
-
-def test_a_norm_at_zero_is_found_in_its_leaf():
-    """The loss is finite, but the gradient of a norm at zero is not."""
-
-    def with_norm(params, x):
-        gate = jnp.where(x[0, 0] > 1, 0.0, 1.0)
-        return loss_fn(params, x) + 1e-3 * jnp.linalg.norm(gate * params["out"])
-
-    columns = train(with_norm)
-    assert np.isfinite(columns["loss"]).all()
-    (finding,) = [
-        f for f in dls.diagnose(columns, growth_interval=INTERVAL) if "leaf" in f.name
-    ]
-    assert "['out']" in finding.evidence
-
-
-@pytest.mark.parametrize(("max_scale", "ceiling"), [(2.0**15, True), (2.0**32, False)])
-def test_a_tiny_weight_leaves_gradients_too_small(max_scale, ceiling):
-    def tiny(params, x, dtype=jnp.float16):
-        return 2.0**-40 * loss_fn(params, x, dtype)
-
-    columns = train(tiny, max_scale=max_scale, growth_interval=1000)
-    columns = with_underflow(
-        columns, flushed_in_float32(tiny, columns["loss_scale"][-1])
-    )
-    findings = dls.diagnose(columns, growth_interval=1000, max_scale=max_scale)
-    (finding,) = [f for f in findings if f.name == "gradients too small"]
-    assert ("which is its ceiling" in finding.evidence) == ceiling
-    assert ("max_scale" in finding.advice) == ceiling
-    grows = [f for f in findings if f.name == "the scale never grows"]
-    assert len(grows) == (not ceiling)
-    assert "longer than the run" in "".join(f.causes for f in grows) or ceiling
-
-
-def test_bad_batches_that_reset_the_count_keep_the_scale_from_growing():
-    bad = X.at[40::60, 0, 0].set(jnp.inf)
-    found = dls.diagnose(train(x=bad), growth_interval=INTERVAL)
-    (finding,) = [f for f in found if f.name == "the scale never grows"]
-    assert "an overflow about every 57 steps" in finding.evidence
-
-
-def test_a_rate_that_is_too_high_diverges():
-    found = names(train(optimizer=optax.adam(lambda t: 1e-3 * 1.02**t)))
-    assert found == ["divergence"]
-
-
-def test_a_burst_of_nan_batches_collapses_the_scale():
-    bad = X.at[150:170, 0, 0].set(jnp.nan)
-    columns = train(x=bad, recovery_interval=None)
-    (finding,) = [
-        f
-        for f in dls.diagnose(columns, growth_interval=2000)
-        if f.name == "collapsed after a burst"
-    ]
-    assert "20 skips in a row" in finding.evidence
-    told = train(
-        tx=ValueTeller(
-            dls.dynamic_loss_scaling(optax.sgd(0.1), recovery_interval=None)
-        ),
-        x=bad,
-    )
-    recovered = train(x=bad)
-    for healthy in (told, recovered):
-        assert "collapsed after a burst" not in names(healthy)
-
-
-class ValueTeller:
-    """A transformation that passes the loss on, as a step with value=loss does."""
-
-    def __init__(self, tx):
-        self.init = tx.init
-        self.update = lambda grads, state, params: tx.update(
-            grads,
-            state,
-            params,
-            value=jnp.where(dls.all_finite(grads), 0.0, jnp.nan),
+        assert cause(2).causes.startswith("a learning rate")
+        assert cause(200).causes.startswith("NaN or inf in the data")
+        assert (
+            "from step 200 on, in 200 records (200 of them skipped)"
+            in cause(200).evidence
         )
 
+    @pytest.mark.parametrize("told", [True, False])
+    def test_value_is_advised_where_the_scale_falls_on_bad_batches(self, told):
+        skips = range(9, STEPS, 20)
+        scale = 2.0**15 if told else 2.0 ** (15.0 - (np.arange(STEPS) + 11) // 20)
+        columns = written(
+            STEPS, skips=skips, loss=where(skips, np.nan, FALL), scale=scale
+        )
+        finding = one(columns, "bad batches")
+        assert "not finite in 20 of 400 records, and 20 of these" in finding.evidence
+        assert ("value=loss" in finding.advice) == (not told)
 
-def test_a_float16_loss_is_recognised_by_its_values():
-    def half(params, x):
-        return loss_fn(params, x).astype(jnp.float16)
+    def test_where_the_scale_stays_the_loss_is_to_blame(self):
+        skips = range(9, STEPS, 20)
+        scale = np.where(np.arange(STEPS) < 5, 2.0**14, 2.0**15)
+        kept = one(written(STEPS, skips=skips, scale=scale), "frequent overflow")
+        assert (
+            kept.causes
+            == "batches whose loss is not finite, since the scale stayed on them"
+        )
+        assert "value=loss" not in kept.advice  # it has that already
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # dls says so itself
-        found = names(train(half))
-    assert "float16 loss" in found
+    def test_refused_updates_leave_open_what_is_not_recorded(self):
+        finite = {"grads_finite": np.ones(STEPS, bool)}
+        without = one(written(STEPS, skips=ALL, **finite), "updates not finite")
+        with_loss = one(
+            written(STEPS, skips=ALL, loss=FALL, **finite), "updates not finite"
+        )
+        assert "or the loss given as value=" in without.causes
+        assert "value=" not in with_loss.causes
+
+    def test_the_leaf_that_is_never_finite_is_named(self):
+        skips = range(9, STEPS, 5)
+        leaf = where(skips, "['out']", "").astype(object)
+        columns = written(STEPS, skips=skips, nonfinite_leaf=leaf)
+        finding = one(columns, "the same leaf every time")
+        assert finding.evidence == "79 of 79 overflows are in ['out']"
+        # Where the loss is not finite, all leaves are bad, and the first says nothing.
+        columns["loss"] = where(skips, np.nan, FALL)
+        assert names(columns) == ["bad batches"]
+
+    def test_a_collapse_says_how_long_the_way_back_is(self):
+        skips = range(150, 170)
+        down = 2.0 ** (15.0 - np.clip(np.arange(STEPS) - 149, 0, 20))
+        finding = one(
+            written(STEPS, skips=skips, scale=down), "collapsed after a burst"
+        )
+        assert "20 skips in a row took the scale from 2^15 to 2^-5" in finding.evidence
+        assert "after 230 applied steps it is at 2^-5" in finding.evidence
+        assert "it needs 40000 more" in finding.evidence
+
+    def test_an_update_on_a_skipped_step_is_the_wrong_order(self):
+        columns = written(STEPS, skips=[100, 200], update_norm=np.ones(STEPS))
+        (finding,) = dls.diagnose(columns)
+        assert finding.name == "a wrapper in the wrong order"
+        assert finding.evidence.startswith("on 2 of 2 skipped steps")
 
 
-def test_weight_decay_behind_the_wrapper_is_the_wrong_order():
-    tx = optax.chain(
-        dls.dynamic_loss_scaling(optax.sgd(0.1), growth_interval=INTERVAL),
-        optax.add_decayed_weights(-1e-4),
+class TestProgress:
+    def test_a_divergence_is_told_by_the_loss(self):
+        loss = [2.3, 28000.0] + (STEPS - 2) * [np.nan]
+        columns = written(STEPS, loss=loss, skips=range(2, STEPS), scale=TO_THE_FLOOR)
+        (finding,) = dls.diagnose(columns)
+        assert finding.evidence == (
+            "the loss went from 2.3 at step 0 to 2.8e+04 at step 1, and is not finite from "
+            "step 2 on"
+        )
+        assert finding.causes.startswith("a learning rate that is too high")
+
+    @pytest.mark.parametrize(
+        ("scale", "skips", "advice"),
+        [
+            (2.0**15, NOWHERE, "find_scale for a higher init_scale"),
+            (2.0**32, NOWHERE, "a higher max_scale"),
+            (2.0**15, [100, 300], "layer_scaling"),
+        ],
     )
-    assert names(train(tx=tx, x=X.at[50, 0, 0].set(jnp.nan))) == [
-        "a wrapper in the wrong order"
-    ]
-    inside = optax.chain(optax.sgd(0.1), optax.add_decayed_weights(-1e-4))
-    assert names(train(optimizer=inside, x=X.at[50, 0, 0].set(jnp.nan))) == []
+    def test_gradients_too_small_are_cured_by_where_the_scale_is(
+        self, scale, skips, advice
+    ):
+        share = np.full(STEPS, np.nan)
+        share[-1] = 0.4
+        columns = written(STEPS, scale=scale, skips=skips, underflow_share=share)
+        finding = one(columns, "gradients too small")
+        assert finding.evidence.startswith(
+            "40% of the entries still round to zero at the"
+        )
+        assert advice in finding.advice
+
+    def test_a_little_underflow_where_the_scale_cannot_grow_is_no_finding(self):
+        columns = written(STEPS, skips=[100, 300], underflow_share=np.full(STEPS, 0.1))
+        assert dls.diagnose(columns) == []
+
+    def test_underflow_is_no_divergence(self):
+        columns = written(
+            STEPS,
+            loss=np.linspace(0.1, 9.0, STEPS),
+            underflow_share=np.full(STEPS, 0.5),
+        )
+        assert names(columns) == ["gradients too small"]
+
+    def test_updates_that_round_away_are_told_from_updates_of_zero(self):
+        rounded = written(
+            STEPS, loss=np.full(STEPS, 2.302585), update_norm=np.full(STEPS, 1e-4)
+        )
+        zero = rounded | {"update_norm": np.zeros(STEPS)}
+        assert "float16 parameters" in one(rounded, "the parameters do not move").causes
+        assert "norm 0.0001" in one(rounded, "the parameters do not move").evidence
+        assert "a loss of tiny weight" in one(zero, "the parameters do not move").causes
+
+    def test_the_ceiling_has_its_causes_and_what_tells_them_apart(self):
+        scale = 2.0 ** np.minimum(15 + np.arange(STEPS) // 10, 32)
+        (finding,) = dls.diagnose(written(STEPS, scale=scale))
+        assert "never scaled" in finding.causes and "tiny" in finding.causes
+        assert "update_norm" in finding.advice
+        moving = 1 + np.random.default_rng(0).random(STEPS)
+        assert dls.diagnose(written(STEPS, scale=scale, update_norm=moving)) == []
 
 
-def test_a_finding_prints_its_numbers_causes_and_cures():
-    columns = train(x=X.at[50:, 0, 0].set(jnp.nan), min_scale=2.0)
-    text = str(dls.diagnose(columns, growth_interval=INTERVAL, min_scale=2.0)[0])
-    assert text.splitlines()[0].startswith("overflow at the floor: ")
-    assert "\n  Likely: not the scale" in text
-    assert "\n  Try: " in text
+class TestSettings:
+    def test_what_is_given_wins_over_what_the_history_says_over_what_it_shows(self):
+        columns = written(STEPS, skips=ALL, scale=DOWN_TO_128)
+        told = Told(columns, min_scale=2.0**6, max_scale=2.0**32)
+        assert names(columns) == ["overflow at the floor"]
+        assert names(told) == ["no step applied"]  # not at its floor, it says
+        assert names(told, min_scale=128.0) == ["overflow at the floor"]
+
+    def test_a_static_scale_is_known_by_its_bounds(self):
+        columns = written(STEPS, skips=range(0, STEPS, 3), scale=1024.0)
+        told = Told(columns, min_scale=1024.0, max_scale=1024.0)
+        assert names(told) == names(columns) == ["overflow at a fixed scale"]
+
+    def test_a_growth_interval_is_read_off_the_record(self):
+        """Or every probe of a short one would be an overflow too much."""
+        skipped = np.arange(STEPS) % 20 == 19
+        scale = np.where((np.arange(STEPS) + 10) % 20 < 9, 2.0**16, 2.0**15)
+        columns = written(STEPS, skips=np.flatnonzero(skipped), scale=scale)
+        assert dls.diagnose(columns) == []
+        assert names(columns, growth_interval=2000) == ["frequent overflow"]
+
+    def test_a_history_knows_which_loss_was_recorded(self):
+        """In its arrays, NaN throughout stands for none, too."""
+        columns = written(30, scale=1.0, grads_finite=np.ones(30, bool))
+        assert dls.diagnose(recorded(columns)) == []
+        assert dls.diagnose(recorded(columns).arrays()) == []
+        columns["loss"] = np.full(30, np.nan)
+        assert names(recorded(columns)) == ["loss not finite"]
+        columns["loss"] = np.full(30, np.nan, np.float32)
+        assert names(columns) == ["loss not finite"]
+
+    def test_a_history_is_read_as_its_file_is(self, tmp_path):
+        history = recorded(
+            written(STEPS, skips=ALL, loss=FALL, scale=DOWN_TO_128)
+            | {"grads_finite": np.zeros(STEPS, bool)}
+        )
+        history.save(tmp_path / "run.jsonl")
+        loaded = dls.History.load(tmp_path / "run.jsonl")
+        assert dls.diagnose(history) == dls.diagnose(loaded) != []
 
 
-def recorded(columns):
-    history = dls.History()
-    history.extend({k: v for k, v in columns.items() if k != "step"})
-    return history
+class TestStalled:
+    def stalled(self, steps=40):
+        tx = dls.dynamic_loss_scaling(optax.sgd(0.1))
+        params, history = jnp.zeros(1), dls.History()
+        state = tx.init(params)
+        update = jax.jit(tx.update)
+        for _ in range(steps):
+            _, state = update(jnp.array([jnp.nan]), state, params)
+            history.append(dls.metrics(state), loss=1.0)
+        return state, history
 
+    def test_the_error_has_the_findings_instead_of_general_advice(self):
+        state, history = self.stalled()
+        dls.raise_if_stalled(state, 40, history)
+        with pytest.raises(
+            dls.LossScaleStalledError, match="The last 40 steps"
+        ) as error:
+            dls.raise_if_stalled(state, 20, history)
+        assert "were not.\noverflow at the floor: " in str(error.value)
+        assert "recovery_interval" not in str(error.value)
+        with pytest.raises(
+            dls.LossScaleStalledError, match="Look for NaN or inf"
+        ) as error:
+            dls.raise_if_stalled(state, 20)
+        assert "\n" not in str(error.value)
 
-def test_a_history_is_taken_as_its_arrays_are(tmp_path):
-    columns = train(x=X.at[50:, 0, 0].set(jnp.nan), min_scale=2.0)
-    recorded(columns).save(tmp_path / "run.jsonl")
-    for history in (recorded(columns), dls.History.load(tmp_path / "run.jsonl")):
-        found = dls.diagnose(history, growth_interval=INTERVAL, min_scale=2.0)
-        assert found[0].name == "overflow at the floor"
-    # What was not recorded is not asked about.
-    short = dls.History()
-    short.append({name: columns[name][0] for name in dls.metrics(start_state())})
-    assert dls.diagnose(short) == []
+    @pytest.mark.parametrize("history", [dls.History(), {}, dls.History().arrays()])
+    def test_an_empty_history_does_not_hide_the_stall(self, history):
+        state, _ = self.stalled(3)
+        with pytest.raises(dls.LossScaleStalledError, match="Look for NaN or inf"):
+            dls.raise_if_stalled(state, 2, history)
 
-
-def start_state():
-    return dls.dynamic_loss_scaling(optax.sgd(0.1)).init(PARAMS)
-
-
-def test_a_stalled_run_says_so_in_the_error():
-    tx = dls.dynamic_loss_scaling(optax.sgd(0.1))
-    params, history = jnp.zeros(1), dls.History()
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    for _ in range(40):
-        _, state = update(jnp.array([jnp.nan]), state, params)
-        history.append(dls.metrics(state))
-    dls.raise_if_stalled(state, 40, history)
-    with pytest.raises(dls.LossScaleStalledError, match="The last 40 steps") as error:
-        dls.raise_if_stalled(state, 20, history)
-    assert "\noverflow at the floor: " in str(error.value)
-    with pytest.raises(dls.LossScaleStalledError) as error:
-        dls.raise_if_stalled(state, 20)
-    assert "\n" not in str(error.value)
-    with pytest.raises(dls.LossScaleStalledError):
-        dls.raise_if_stalled(state, 20, dls.History())
+    def test_what_is_no_history_is_refused_before_the_run_stalls(self):
+        state = dls.dynamic_loss_scaling(optax.sgd(0.1)).init(jnp.zeros(1))
+        with pytest.raises(TypeError, match="must be a History or its arrays"):
+            dls.raise_if_stalled(state, history="run.jsonl")
 
 
 class TestCommand:
-    def run(self, *arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "optax_dls.debugging", *map(str, arguments)],
+    @pytest.fixture
+    def file(self, tmp_path):
+        columns = written(STEPS, skips=ALL, loss=FALL, scale=DOWN_TO_128)
+        recorded(columns | {"grads_finite": np.zeros(STEPS, bool)}).save(
+            tmp_path / "run.jsonl"
+        )
+        return tmp_path / "run.jsonl"
+
+    def test_prints_findings_and_writes_the_picture(self, file):
+        done = subprocess.run(
+            [sys.executable, "-m", "optax_dls.debugging", str(file)],
             capture_output=True,
             text=True,
             check=False,
         )
-
-    def test_prints_findings_and_writes_the_picture(self, tmp_path):
-        file = tmp_path / "run.jsonl"
-        recorded(train(x=X.at[50:, 0, 0].set(jnp.nan), min_scale=2.0)).save(file)
-        done = self.run(file, "--growth-interval", INTERVAL, "--min-scale", 2)
         assert done.returncode == 1, done.stderr
         assert done.stdout.startswith("overflow at the floor: ")
-        assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+        assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
-    def test_says_that_nothing_is_wrong(self, tmp_path):
-        recorded(healthy()).save(tmp_path / "run.jsonl")
-        done = self.run(
-            tmp_path / "run.jsonl",
-            "--growth-interval",
-            INTERVAL,
-            "--out",
-            tmp_path / "a.png",
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "nothing is wrong in 400 records" in done.stdout
-        assert (tmp_path / "a.png").exists()
+    def test_takes_the_settings_and_where_to_draw(self, file, capsys):
+        out = file.with_suffix(".pdf")
+        assert main([str(file), "--min-scale", "64", "--out", str(out)]) == 1
+        assert capsys.readouterr().out.startswith("no step applied: ")
+        assert out.read_bytes().startswith(b"%PDF")
 
-    def test_a_file_that_holds_something_else(self, tmp_path):
-        (tmp_path / "run.jsonl").write_text("junk\n")
-        done = self.run(tmp_path / "run.jsonl")
-        assert done.returncode == 2
-        assert "Line 1 of" in done.stderr
-        assert "Traceback" not in done.stderr
+    def test_says_that_nothing_is_wrong(self, tmp_path, capsys):
+        columns = written(STEPS, loss=FALL, grads_finite=np.ones(STEPS, bool))
+        recorded(columns).save(tmp_path / "run.jsonl")
+        assert main([str(tmp_path / "run.jsonl")]) == 0
+        assert "nothing is wrong in 400 records" in capsys.readouterr().out
 
-    def test_a_file_that_is_not_there(self, tmp_path):
-        done = self.run(tmp_path / "none.jsonl")
-        assert done.returncode == 2
-        assert "there is no file" in done.stderr
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["none.jsonl"], "there is no file none.jsonl"),
+            (["folder"], "folder is a folder; give the file"),
+            (["junk.jsonl"], "Line 1 of junk.jsonl is not a record"),
+            (["empty.jsonl"], "empty.jsonl holds no record"),
+            (["run.jsonl", "--out", "nowhere/a.png"], "there is no folder nowhere"),
+            (["run.jsonl", "--out", "a.xyz"], "needs an ending that matplotlib knows"),
+            (["run.jsonl", "--out", "folder"], "give a file such as folder/run.png"),
+            (
+                ["run.jsonl", "--min-scale", "8", "--max-scale", "2"],
+                "at most max_scale",
+            ),
+            (
+                ["run.jsonl", "--growth-interval", "0"],
+                "growth_interval must be at least 1",
+            ),
+        ],
+    )
+    def test_what_it_cannot_use_is_one_line_and_code_two(
+        self, file, arguments, message, capsys, monkeypatch
+    ):
+        monkeypatch.chdir(file.parent)
+        (file.parent / "folder").mkdir()
+        (file.parent / "junk.jsonl").write_text("junk\n")
+        (file.parent / "empty.jsonl").write_text("")
+        with pytest.raises(SystemExit) as exit:
+            main(arguments)
+        assert exit.value.code == 2
+        usage, error = capsys.readouterr().err.splitlines()
+        assert usage.startswith("usage: ")
+        assert message in error
+
+    def test_help_has_defaults_and_exit_codes(self, capsys):
+        with pytest.raises(SystemExit) as exit:
+            main(["--help"])
+        help = " ".join(capsys.readouterr().out.split())
+        assert exit.value.code == 0
+        assert help.count("default: that of the record") == 3
+        for default in ("2000)", "2^-14)", "2^32)", "exit codes: 0 nothing is wrong 1"):
+            assert default in help
 
 
-@pytest.mark.parametrize("history", [None, "run.jsonl"])
-def test_what_is_no_history_is_refused(history):
-    with pytest.raises(TypeError, match="must be a History or its arrays"):
-        dls.diagnose(history)
+class TestRefused:
+    @pytest.mark.parametrize("history", [None, "run.jsonl"])
+    def test_what_is_no_history(self, history):
+        with pytest.raises(TypeError, match="must be a History or its arrays"):
+            dls.diagnose(history)
 
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"growth_interval": 0}, "growth_interval must be at least 1"),
+            ({"min_scale": 0.0}, "min_scale must be above 0 and finite"),
+            ({"max_scale": np.nan}, "max_scale must be above 0 and finite"),
+            (
+                {"min_scale": 8.0, "max_scale": 2.0},
+                "min_scale must be at most max_scale",
+            ),
+        ],
+    )
+    def test_settings_that_no_rule_has(self, settings, message):
+        with pytest.raises(ValueError, match=message):
+            dls.diagnose(written(STEPS), **settings)
 
-def test_an_interval_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="growth_interval must be at least 1"):
-        dls.diagnose(healthy(), growth_interval=0)
+    @pytest.mark.parametrize("history", [dls.History(), written(0)])
+    def test_an_empty_history(self, history):
+        with pytest.raises(ValueError, match=r"history is empty. Append dls.metrics"):
+            dls.diagnose(history)
 
+    def test_columns_that_are_missing(self):
+        with pytest.raises(ValueError, match="no column 'total_skips'"):
+            dls.diagnose({k: v for k, v in written(3).items() if k != "total_skips"})
 
-def test_an_empty_history_is_refused():
-    with pytest.raises(ValueError, match=r"history is empty. Append dls.metrics"):
-        dls.diagnose({"loss_scale": np.zeros(0)})
+    def test_the_columns_of_a_whole_population(self):
+        columns = {k: np.stack([v, v], 1) for k, v in written(3).items()}
+        with pytest.raises(ValueError, match="pass one member"):
+            dls.diagnose(columns)
