@@ -175,8 +175,10 @@ def loss_scaling(
             grads: optax.Updates, state: LossScalingState, params: optax.Params | None
         ) -> tuple[optax.Updates, LossScalingState]:
             no = jnp.array(False)
+            # A constant from outside has no mesh, which vmap on an explicit one refuses.
+            told = jnp.array(True) if value is None else value_finite
             scaler = next_scaler(
-                rule, state.scaler, step, applied=no, updates_rule=value_finite
+                rule, state.scaler, step, applied=no, updates_rule=told
             )
             updates = jax.tree.map(no_update, updates_type)
             return updates, state._replace(scaler=scaler)
