@@ -176,9 +176,9 @@ def loss_scaling(
         ) -> tuple[optax.Updates, LossScalingState]:
             no = jnp.array(False)
             # A constant from outside has no mesh, which vmap on an explicit one refuses.
-            told = jnp.array(True) if value is None else value_finite
+            updates_rule = jnp.array(True) if value is None else value_finite
             scaler = next_scaler(
-                rule, state.scaler, step, applied=no, updates_rule=told
+                rule, state.scaler, step, applied=no, updates_rule=updates_rule
             )
             updates = jax.tree.map(no_update, updates_type)
             return updates, state._replace(scaler=scaler)

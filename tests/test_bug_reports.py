@@ -1,7 +1,7 @@
 """Public bug reports on loss scaling in other libraries, each as a test.
 
-Every test names the reports (BR and a number, with the address) whose kind of fault it
-rules out. S is the scale, N the growth interval.
+Every test gives the addresses of the reports whose kind of fault it rules out. S is the
+scale, N the growth interval.
 """
 
 import functools
@@ -52,7 +52,7 @@ def half_precision_grad(target, state):
 
 
 class TestScaleStaysUsable:
-    def test_br01_growth_without_overflow_never_reaches_inf(self):
+    def test_growth_without_overflow_never_reaches_inf(self):
         """https://github.com/google/flax/issues/2547"""
         tx = make(
             optax.sgd(0.1), init_scale=65536.0, growth_factor=10, growth_interval=1
@@ -76,7 +76,7 @@ class TestScaleStaysUsable:
         assert abs(float(w)) < 1e-10
 
     @pytest.mark.standard_promotion
-    def test_br03_br04_br06_400_bad_steps_end_at_a_floor_that_still_works(self):
+    def test_400_bad_steps_end_at_a_floor_that_still_works(self):
         """https://github.com/NVIDIA/apex/issues/834
         https://github.com/facebookresearch/WSL-Images/issues/9
         https://github.com/deepspeedai/DeepSpeedExamples/issues/418
@@ -102,7 +102,7 @@ class TestScaleStaysUsable:
             growths += 1
         assert growths == 14
 
-    def test_br08_an_unscaled_value_that_overflows_is_skipped(self):
+    def test_an_unscaled_value_that_overflows_is_skipped(self):
         """https://github.com/pytorch/pytorch/issues/99640"""
         tx = make(init_scale=2.0**-100, min_scale=2.0**-100)
         params = jnp.ones(1)
@@ -111,16 +111,16 @@ class TestScaleStaysUsable:
         assert float(dls.loss_scale(state)) == 2.0**-100
         assert int(state.scaler.total_skips) == 1
 
-    def test_br10_one_bad_batch_backs_off_once(self):
+    def test_one_bad_batch_backs_off_once(self):
         """https://github.com/pytorch/pytorch/issues/157436"""
         assert scales(make(init_scale=131072.0), [np.nan]) == [65536.0]
 
     @pytest.mark.parametrize(
         ("target", "init_scale", "settled", "skips"),
         [(2e5, 1.0, 0.25, 2), (1e5, 2.0**15, 0.5, 16)],
-        ids=["br11", "br13"],
+        ids=["gradient", "loss"],
     )
-    def test_br11_br13_scales_below_one_are_legal_and_found(
+    def test_scales_below_one_are_legal_and_found(
         self, target, init_scale, settled, skips
     ):
         """https://github.com/google-deepmind/jmp/issues/18
@@ -146,19 +146,19 @@ class TestScaleStaysUsable:
         # From there on, one probe at most in N + 1 steps.
         assert int(state.scaler.total_skips) <= skips + 30 // 6
 
-    def test_br14_settings_survive_jit_and_flattening(self):
+    def test_settings_survive_jit_and_flattening(self):
         """https://github.com/google-deepmind/jmp/pull/44"""
         tx = make(init_scale=2.0, min_scale=2.0**-10)
         assert scales(tx, [np.inf] * 5)[-1] == 0.0625
         assert scales(tx, [np.inf] * 20)[-1] == 2.0**-10
 
-    def test_br15_both_bounds_hold(self):
+    def test_both_bounds_hold(self):
         """https://github.com/OpenBMB/BMTrain/pull/129"""
         tx = make(init_scale=16.0, min_scale=4.0, max_scale=64.0, growth_interval=1)
         assert scales(tx, [1.0] * 10)[-1] == 64.0
         assert scales(tx, [np.nan] * 10)[-1] == 4.0
 
-    def test_br16_a_growth_step_is_unscaled_by_its_own_scale(self):
+    def test_a_growth_step_is_unscaled_by_its_own_scale(self):
         """https://github.com/deepspeedai/DeepSpeed/issues/2686"""
         tx = make(growth_interval=3)
         state, used = tx.init(jnp.float32(0)), []
@@ -172,12 +172,12 @@ class TestScaleStaysUsable:
         assert used == [1024, 1024, 1024, 2048, 2048, 2048]
         assert float(dls.loss_scale(state)) == 4096
 
-    def test_br33_growth_on_exactly_the_nth_finite_step(self):
+    def test_growth_on_exactly_the_nth_finite_step(self):
         """https://github.com/NVIDIA/apex/issues/864"""
         tx = make(init_scale=8.0, growth_interval=3)
         assert scales(tx, [1.0] * 9) == [8, 8, 16, 16, 16, 32, 32, 32, 64]
 
-    def test_br37_a_static_scale_is_the_factor_itself(self):
+    def test_a_static_scale_is_the_factor_itself(self):
         """https://github.com/NVIDIA/Megatron-LM/issues/776"""
         tx = dls.static_loss_scaling(optax.sgd(1.0), 16.0)
         state = tx.init(jnp.zeros(()))
@@ -187,7 +187,7 @@ class TestScaleStaysUsable:
 
 
 class TestDtypes:
-    def test_br18_the_pair_of_scaling_and_unscaling_is_one(self):
+    def test_the_pair_of_scaling_and_unscaling_is_one(self):
         """https://github.com/nerfstudio-project/nerfacc/issues/307"""
         tx = make()
         state = tx.init(jnp.float32(0))
@@ -197,7 +197,7 @@ class TestDtypes:
         assert float(tx.update(jnp.float32(1.0), state)[0]) == -1 / 1024
 
     @pytest.mark.standard_promotion
-    def test_br20_br32_the_scaler_never_takes_the_dtype_of_the_parameters(self):
+    def test_the_scaler_never_takes_the_dtype_of_the_parameters(self):
         """https://github.com/google-deepmind/jmp/issues/47
         https://github.com/google-deepmind/optax/issues/1414
         """
@@ -213,7 +213,7 @@ class TestDtypes:
             assert float(dls.loss_scale(state)) == 512.0
 
     @pytest.mark.standard_promotion
-    def test_br20_a_float64_gradient_is_no_overflow(self):
+    def test_a_float64_gradient_is_no_overflow(self):
         """https://github.com/google-deepmind/jmp/issues/47"""
         with jax.enable_x64(True):
             params = jnp.zeros((), jnp.float64)
@@ -223,7 +223,7 @@ class TestDtypes:
             assert int(state.scaler.total_skips) == 0
 
     @pytest.mark.filterwarnings("ignore:The loss is float16")
-    def test_br21_a_float16_loss_reports_its_true_value_and_settles(self):
+    def test_a_float16_loss_reports_its_true_value_and_settles(self):
         """https://github.com/Lightning-AI/pytorch-lightning/issues/9799"""
         tx = make(init_scale=65536.0)
         w = jnp.float16(1.0)
@@ -237,7 +237,7 @@ class TestDtypes:
         assert float(dls.loss_scale(state)) == 16384.0
         assert float(dls.unscale(grads, before)) == 2.0
 
-    def test_br23_unscaling_does_not_underflow(self):
+    def test_unscaling_does_not_underflow(self):
         """https://github.com/pytorch/pytorch/issues/74739"""
         tx = make(init_scale=2.0**16)
         params = jnp.zeros(1, jnp.float16)
@@ -248,7 +248,7 @@ class TestDtypes:
 
     @pytest.mark.standard_promotion
     @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lion", "adafactor"])
-    def test_br24_both_branches_have_one_type(self, optimizer):
+    def test_both_branches_have_one_type(self, optimizer):
         """https://github.com/google-deepmind/optax/issues/377"""
         momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
         tx = make(getattr(optax, optimizer)(0.1, **momentum))
@@ -261,7 +261,7 @@ class TestDtypes:
                 assert updates.dtype == jnp.float32
                 chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
 
-    def test_br26_bfloat16_gradients(self):
+    def test_bfloat16_gradients(self):
         """https://github.com/pytorch/pytorch/issues/127176"""
         tx = make(init_scale=8.0)
         state = tx.init(jnp.zeros(1))
@@ -275,7 +275,7 @@ class TestDtypes:
         assert float(dls.loss_scale(state)) == 4.0
 
     @pytest.mark.standard_promotion
-    def test_br27_no_scaling_costs_and_changes_nothing(self):
+    def test_no_scaling_costs_and_changes_nothing(self):
         """https://github.com/huggingface/accelerate/issues/2358"""
 
         def loss_fn(w):
@@ -303,7 +303,7 @@ class TestDtypes:
             chex.assert_trees_all_equal(state.inner_state, bare_state)
         assert "is_finite" not in str(jax.make_jaxpr(tx.update)(w, state, w))
 
-    def test_br28_complex_gradients_keep_their_imaginary_part(self):
+    def test_complex_gradients_keep_their_imaginary_part(self):
         """https://github.com/pytorch/pytorch/issues/58228"""
         tx = make(init_scale=8.0)
         z = jnp.complex64(1 + 2j)
@@ -316,7 +316,7 @@ class TestDtypes:
 
     @pytest.mark.standard_promotion
     @pytest.mark.parametrize("optimizer", ["adam", "adamw", "rmsprop"])
-    def test_br30_zero_gradients_of_float16_parameters_stay_finite(self, optimizer):
+    def test_zero_gradients_of_float16_parameters_stay_finite(self, optimizer):
         """https://github.com/google-deepmind/optax/issues/1754"""
         tx = make(getattr(optax, optimizer)(1e-3, eps=1e-8))
         params = jnp.zeros(3, jnp.float16)
@@ -326,7 +326,7 @@ class TestDtypes:
             assert int(state.scaler.total_skips) == 0
 
     @pytest.mark.standard_promotion
-    def test_br61_a_norm_is_taken_in_float32(self):
+    def test_a_norm_is_taken_in_float32(self):
         """https://github.com/facebookresearch/fairscale/pull/263"""
         tx = make(
             optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), init_scale=1.0
@@ -338,7 +338,7 @@ class TestDtypes:
 
 class TestSkip:
     @pytest.mark.standard_promotion
-    def test_br39_it_never_gives_up_and_applies_nan(self):
+    def test_it_never_gives_up_and_applies_nan(self):
         """https://github.com/google-deepmind/optax/pull/1746"""
         tx = make(optax.adam(1.0))
         steps = list(
@@ -360,7 +360,7 @@ class TestSkip:
         assert int(state.scaler.total_skips) == 5
 
     @pytest.mark.standard_promotion
-    def test_br40_moments_and_counters_stand_still(self):
+    def test_moments_and_counters_stand_still(self):
         """https://github.com/marin-community/levanter/pull/973"""
         good, bad = run(
             make(optax.adamw(0.1)),
@@ -370,7 +370,7 @@ class TestSkip:
         chex.assert_trees_all_equal(good[0], bad[0])
         chex.assert_trees_all_equal(good[2].inner_state, bad[2].inner_state)
 
-    def test_br40_weight_decay_behind_the_wrapper_acts_on_skipped_steps(self):
+    def test_weight_decay_behind_the_wrapper_acts_on_skipped_steps(self):
         """https://github.com/marin-community/levanter/pull/973"""
         bad = jnp.float32(jnp.nan)
         outside = optax.chain(make(), optax.add_decayed_weights(-0.1))
@@ -380,7 +380,7 @@ class TestSkip:
         ((params, _, _),) = run(inside, jnp.float32(1.0), [bad])
         assert float(params) == 1.0
 
-    def test_br42_the_state_tells_what_was_skipped(self):
+    def test_the_state_tells_what_was_skipped(self):
         """https://github.com/pytorch/pytorch/issues/152279"""
         grads = [jnp.float32(g) for g in (1.0, np.inf, 1.0, np.inf, np.inf)]
         states = [state for _, _, state in run(make(), jnp.zeros(()), grads)]
@@ -390,7 +390,7 @@ class TestSkip:
         assert int(states[-1].scaler.total_skips) == 3
 
     @pytest.mark.standard_promotion
-    def test_br43_the_status_is_found_under_layers(self):
+    def test_the_status_is_found_under_layers(self):
         """https://github.com/pytorch/pytorch/issues/67590"""
         state = TrainState.create(
             apply_fn=None,
@@ -400,7 +400,7 @@ class TestSkip:
         state = state.apply_gradients(grads={"w": jnp.array([1.0, jnp.inf])})
         assert dls.metrics(state)["total_skips"] == 1
 
-    def test_br45_the_step_after_a_skip_is_whole(self):
+    def test_the_step_after_a_skip_is_whole(self):
         """https://github.com/deepspeedai/DeepSpeed/pull/7645"""
         steps = run(make(), jnp.zeros(()), [jnp.float32(jnp.inf), jnp.float32(1.0)])
         assert [float(params) for params, _, _ in steps] == [0.0, -1.0]
@@ -411,9 +411,9 @@ class TestSkip:
             (optax.zero_nans(), jnp.array([1.0, jnp.nan])),
             (optax.clip(1.0), jnp.array([1.0, jnp.inf])),
         ],
-        ids=["br47", "br48"],
+        ids=["zero_nans", "clip"],
     )
-    def test_br47_br48_a_link_before_the_wrapper_hides_the_overflow(self, before, bad):
+    def test_a_link_before_the_wrapper_hides_the_overflow(self, before, bad):
         """https://github.com/google-deepmind/optax/issues/828
         https://github.com/deepspeedai/DeepSpeed/issues/102
         """
@@ -426,7 +426,7 @@ class TestSkip:
         np.testing.assert_array_equal(updates, [0.0, 0.0])
         assert float(dls.loss_scale(state)) == 512.0
 
-    def test_br59_clipping_inside_sees_true_gradients(self):
+    def test_clipping_inside_sees_true_gradients(self):
         """https://github.com/Lightning-AI/pytorch-lightning/issues/9330"""
         clip = optax.clip_by_global_norm(1.0)
         grads = [jnp.array([3.0, 4.0])]
@@ -437,7 +437,7 @@ class TestSkip:
         np.testing.assert_allclose(updates, [-0.6 / 1024, -0.8 / 1024], rtol=1e-6)
 
     @pytest.mark.standard_promotion
-    def test_br72_schedules_advance_on_applied_steps(self):
+    def test_schedules_advance_on_applied_steps(self):
         """https://github.com/pytorch/pytorch/issues/44511"""
         tx = make(optax.sgd(lambda count: 1.0 / (count + 1)))
         grads = [jnp.float32(g) for g in (np.nan, np.nan, 1.0, 1.0)]
@@ -445,7 +445,7 @@ class TestSkip:
         assert updates == [0.0, 0.0, -1.0, -0.5]
 
     @pytest.mark.standard_promotion
-    def test_br75_attempted_and_applied_steps_are_both_known(self):
+    def test_attempted_and_applied_steps_are_both_known(self):
         """https://github.com/keras-team/keras/issues/20878"""
         state = TrainState.create(
             apply_fn=None, params={"w": jnp.ones(())}, tx=make(optax.adam(0.1))
@@ -456,7 +456,7 @@ class TestSkip:
         assert int(state.step) - int(dls.scaler_state(state).total_skips) == 1
         assert int(optax.tree.get(state.opt_state, "count")) == 1
 
-    def test_br91_batch_statistics_of_an_overflowing_step_are_discarded(self):
+    def test_batch_statistics_of_an_overflowing_step_are_discarded(self):
         """https://github.com/pytorch/pytorch/issues/88474"""
         tx = make()
         old = {"mean": jnp.zeros(2), "var": jnp.ones(2)}
@@ -464,7 +464,7 @@ class TestSkip:
         _, state = tx.update(jnp.array([jnp.nan]), tx.init(jnp.zeros(1)))
         chex.assert_trees_all_equal(dls.rollback_if_skipped(state, new, old), old)
 
-    def test_br93_br95_reported_values_are_true_ones(self):
+    def test_reported_values_are_true_ones(self):
         """https://github.com/wandb/wandb/issues/9092
         https://github.com/huggingface/trl/issues/6702
         """
@@ -478,7 +478,7 @@ class TestSkip:
             assert float(optax.tree.norm(dls.unscale(grads, state))) == 5.0
 
     @pytest.mark.standard_promotion
-    def test_br101_a_veto_of_the_user_is_no_overflow(self):
+    def test_a_veto_of_the_user_is_no_overflow(self):
         """https://github.com/Haian-Jin/LVSM/pull/19"""
         tx = make(
             optax.conditionally_mask(
@@ -505,7 +505,7 @@ class TestAccumulation:
         return make(inner, **settings)
 
     @pytest.mark.standard_promotion
-    def test_br65_micro_gradients_are_each_unscaled_by_their_own_scale(self):
+    def test_micro_gradients_are_each_unscaled_by_their_own_scale(self):
         """https://github.com/pytorch/pytorch/pull/36601"""
         tx = self.multi_steps(2, init_scale=8.0, growth_interval=1)
         (_, first, _), (_, second, state) = run(
@@ -515,7 +515,7 @@ class TestAccumulation:
         assert float(dls.loss_scale(state)) == 32.0
 
     @pytest.mark.standard_promotion
-    def test_br66_a_bad_micro_batch_is_dropped_and_nothing_else(self):
+    def test_a_bad_micro_batch_is_dropped_and_nothing_else(self):
         """https://github.com/espnet/espnet/pull/3283"""
         grads = [jnp.float32(g) for g in (np.nan, 1, 1, 1, np.inf, 1)]
         steps = list(run(self.multi_steps(2), jnp.zeros(()), grads))
@@ -523,7 +523,7 @@ class TestAccumulation:
         assert int(steps[-1][2].scaler.total_skips) == 2
 
     @pytest.mark.standard_promotion
-    def test_br68_br69_the_mean_is_unscaled_once(self):
+    def test_the_mean_is_unscaled_once(self):
         """https://github.com/microsoft/Swin-Transformer/issues/311
         https://github.com/NVIDIA/apex/issues/286
         """
@@ -536,7 +536,7 @@ class TestAccumulation:
 
 
 class TestTrees:
-    def test_br53_br83_empty_leaves_and_trees_are_finite(self):
+    def test_empty_leaves_and_trees_are_finite(self):
         """https://github.com/pytorch/pytorch/issues/99174
         https://github.com/Lightning-AI/pytorch-lightning/issues/4524
         """
@@ -547,19 +547,19 @@ class TestTrees:
             assert bool(state.scaler.grads_finite)
             assert int(state.scaler.rule_state.growth_count) == 1
 
-    def test_br80_two_scalers_in_one_another_are_refused(self):
+    def test_two_scalers_in_one_another_are_refused(self):
         """https://github.com/tensorflow/tensorflow/issues/48862"""
         with pytest.raises(ValueError, match="Wrap the whole optimizer once"):
             make(make()).init(jnp.zeros(1))
 
-    def test_br81_none_passes_through(self):
+    def test_none_passes_through(self):
         """https://github.com/tensorflow/tensorflow/issues/31956"""
         grads = {"a": jnp.float32(1024.0), "n": None}
         tx = make()
         updates, _ = tx.update(grads, tx.init({"a": jnp.zeros(()), "n": None}))
         assert updates == {"a": -1.0, "n": None}
 
-    def test_br84_a_group_without_gradients_neither_blocks_nor_votes(self):
+    def test_a_group_without_gradients_neither_blocks_nor_votes(self):
         """https://github.com/nerfstudio-project/nerfstudio/pull/1919"""
         params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
         for absent in (None, optax.MaskedNode()):
@@ -571,7 +571,7 @@ class TestTrees:
             assert int(state.scaler.rule_state.growth_count) == 1
 
     @pytest.mark.standard_promotion
-    def test_br85_integer_parameters_keep_value_and_dtype(self):
+    def test_integer_parameters_keep_value_and_dtype(self):
         """https://github.com/netket/netket/pull/1436"""
         params = {"w": jnp.float32(1.0), "i": jnp.int32(3)}
         tx = make()
@@ -585,7 +585,7 @@ class TestTrees:
         assert (float(params["w"]), int(params["i"])) == (-2.0, 3)
         assert params["i"].dtype == jnp.int32
 
-    def test_br96_one_scale_for_a_sum_of_losses(self):
+    def test_one_scale_for_a_sum_of_losses(self):
         """https://github.com/NVIDIA/apex/issues/929"""
         state = make(init_scale=256.0).init(jnp.zeros(()))
         one = jnp.float32(1.0)
@@ -598,7 +598,7 @@ class TestTrees:
         assert grad_of(lambda p: p) + grad_of(lambda p: 2 * p) == 3.0
 
     @pytest.mark.standard_promotion
-    def test_br97_one_scaler_serves_several_optimizers(self):
+    def test_one_scaler_serves_several_optimizers(self):
         """https://github.com/OpenBMB/BMTrain/issues/39"""
         tx = make(
             optax.partition(
@@ -615,7 +615,7 @@ class TestTrees:
 
 class TestJit:
     @pytest.mark.standard_promotion
-    def test_br71_the_wrapper_adds_at_most_one_copy_of_the_parameters(self):
+    def test_the_wrapper_adds_at_most_one_copy_of_the_parameters(self):
         """https://github.com/google-deepmind/optax/issues/472"""
         params = jnp.ones(2**20)
 
@@ -634,7 +634,7 @@ class TestJit:
             assert temporary_bytes(make(inner)) - temporary_bytes(inner) <= 1.1 * 2**22
 
     @pytest.mark.standard_promotion
-    def test_br76_br77_all_state_is_saved_and_a_bare_optimizer_can_be_loaded(self):
+    def test_all_state_is_saved_and_a_bare_optimizer_can_be_loaded(self):
         """https://github.com/facebookresearch/metaseq/issues/3
         https://github.com/facebookresearch/fairseq2/issues/1346
         """
@@ -653,7 +653,7 @@ class TestJit:
         assert int(optax.tree.get(state, "count")) == 2
 
     @pytest.mark.standard_promotion
-    def test_br86_five_steps_compile_once(self):
+    def test_five_steps_compile_once(self):
         """https://github.com/jax-ml/jax/issues/3163"""
         tx, traces = make(optax.adam(0.1)), []
 
@@ -668,7 +668,7 @@ class TestJit:
         assert len(traces) == 1
 
     @pytest.mark.standard_promotion
-    def test_br88_two_fresh_states_can_both_be_donated(self):
+    def test_two_fresh_states_can_both_be_donated(self):
         """https://github.com/google-deepmind/optax/pull/1059"""
         tx = make(optax.adam(0.1))
 
@@ -681,7 +681,7 @@ class TestJit:
             params = jnp.ones(2)
             chex.assert_tree_all_finite(step(params, tx.init(params)))
 
-    def test_br90_members_of_a_population_decide_alone(self):
+    def test_members_of_a_population_decide_alone(self):
         """https://github.com/PyAutoLabs/PyAutoFit/pull/1473"""
         tx = make()
         state = jax.vmap(tx.init)(jnp.zeros(3))
@@ -692,7 +692,7 @@ class TestJit:
         np.testing.assert_array_equal(state.scaler.total_skips, [0, 1, 0])
 
     @pytest.mark.standard_promotion
-    def test_br100_no_callback_and_no_host_transfer(self):
+    def test_no_callback_and_no_host_transfer(self):
         """https://github.com/huggingface/accelerate/issues/1714"""
         tx = make(optax.adam(0.1))
         params = jnp.ones(2)
@@ -705,7 +705,7 @@ class TestJit:
             for _ in range(10):
                 _, state = step(params, state, params)
 
-    def test_br102_debug_nans_stops_at_an_overflow_that_leaves_the_step(self):
+    def test_debug_nans_stops_at_an_overflow_that_leaves_the_step(self):
         """https://github.com/kenziyuliu/MS-G3D/issues/40"""
         tx = make()
         state = tx.init(jnp.zeros(1))
@@ -724,7 +724,7 @@ class TestJit:
             # JAX looks at what a compiled function returns, and that is finite here.
             step(state, jnp.zeros(1), return_grads=False)
 
-    def test_br103_a_float16_network_learns_as_float32_does(self):
+    def test_a_float16_network_learns_as_float32_does(self):
         """https://github.com/keras-team/keras/issues/19244"""
         x = jax.random.normal(jax.random.key(0), (256, 64))
         labels = jnp.arange(256) % 10

@@ -2,8 +2,8 @@
 
 Every mode trains the same small network on the same batches, eight rows at a time, one
 row a device. An entry of step 3 is inf, in a row that a single device holds. All modes
-must skip that step on all devices and end where the run on one device ends (BR-58:
-https://github.com/keras-team/keras/issues/18666).
+must skip that step on all devices and end where the run on one device ends
+(https://github.com/keras-team/keras/issues/18666).
 """
 
 import collections
@@ -114,7 +114,7 @@ def place(mesh, specs, tree):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_br58_jit_on_an_auto_mesh(layout):
+def test_jit_on_an_auto_mesh(layout):
     axes, in_spec, out_spec, batch_spec = LAYOUTS[layout]
     mesh = mesh_of(**axes)
     specs = {"in": in_spec, "out": out_spec}
@@ -134,7 +134,7 @@ def test_br58_jit_on_an_auto_mesh(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("jitted_update", [True, False])
-def test_br58_explicit_mesh(layout, jitted_update):
+def test_explicit_mesh(layout, jitted_update):
     axes, in_spec, out_spec, batch_spec = LAYOUTS[layout]
     mesh = mesh_of(AxisType.Explicit, **axes)
     with jax.set_mesh(mesh):
@@ -223,7 +223,7 @@ def shard_mapped(step, mesh, param_spec, check_vma, **options):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("sharded", [True, False])
-def test_br58_shard_map(sharded, check_vma):
+def test_shard_map(sharded, check_vma):
     param_spec = P("d") if sharded else P()
     step = shard_mapped(
         sharded_step if sharded else mapped_step, mesh_of(d=8), param_spec, check_vma
@@ -233,7 +233,7 @@ def test_br58_shard_map(sharded, check_vma):
     assert_equals_one_device(*train(step, params, state, batches))
 
 
-def test_br58_shard_map_over_one_axis_with_the_other_automatic():
+def test_shard_map_over_one_axis_with_the_other_automatic():
     mesh = mesh_of(d=4, m=2)
     step = shard_mapped(mapped_step, mesh, P(), True, axis_names={"d"})
     params, batches = problem()
@@ -258,7 +258,7 @@ def test_updates_that_vary_in_a_partly_manual_shard_map():
     assert update(GRADS).tolist() == [0.0] * 4
 
 
-def test_br58_pmap():
+def test_pmap():
     params, batches = problem()
     state = tx.init(jax.tree.map(jnp.asarray, params))
     step = jax.pmap(mapped_step, axis_name="d", in_axes=(None, None, 0), out_axes=None)
@@ -612,7 +612,7 @@ class TestBugReports:
     """Reports of other libraries: see test_bug_reports.py."""
 
     @pytest.mark.parametrize("check_vma", [True, False])
-    def test_br50_br53_one_bad_or_empty_shard_speaks_for_all(self, check_vma):
+    def test_one_bad_or_empty_shard_speaks_for_all(self, check_vma):
         """https://github.com/pytorch/pytorch/pull/115710
         https://github.com/pytorch/pytorch/issues/99174
         """
@@ -633,7 +633,7 @@ class TestBugReports:
         assert scales.tolist() == [SCALE / 2] * 4
         np.testing.assert_array_equal(updates, np.zeros(8))
 
-    def test_br52_the_scale_is_one_at_all_times_while_accumulating(self):
+    def test_the_scale_is_one_at_all_times_while_accumulating(self):
         """https://github.com/NVIDIA/apex/issues/237"""
         inner = optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation()
         tx = dls.dynamic_loss_scaling(inner, init_scale=SCALE, growth_interval=3)
@@ -666,7 +666,7 @@ class TestBugReports:
         assert np.all(np.isfinite(params))
 
     @pytest.mark.parametrize("check_vma", [True, False])
-    def test_br54_a_collective_in_the_optimizer_does_not_hang(self, check_vma):
+    def test_a_collective_in_the_optimizer_does_not_hang(self, check_vma):
         """https://github.com/hpcaitech/ColossalAI/pull/1175"""
         tx = dls.dynamic_loss_scaling(
             optax.chain(
@@ -683,7 +683,7 @@ class TestBugReports:
         scales, updates = step(GRADS)
         assert (scales.tolist(), updates.tolist()) == TOGETHER
 
-    def test_br54_nor_does_a_check_of_updates_in_a_population(self):
+    def test_nor_does_a_check_of_updates_in_a_population(self):
         """https://github.com/hpcaitech/ColossalAI/pull/1175
 
         Two members of two devices each: one member skips and the other does not, and
@@ -710,7 +710,7 @@ class TestBugReports:
         np.testing.assert_array_equal(updates, [[-1, -1], [0, 0]])
 
     @pytest.mark.parametrize("check_vma", [True, False])
-    def test_br57_two_forms_of_a_right_mean_in_shard_map(self, check_vma):
+    def test_two_forms_of_a_right_mean_in_shard_map(self, check_vma):
         """https://github.com/jax-ml/jax/issues/36886"""
 
         def of_the_gradient(p, x, state):

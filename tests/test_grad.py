@@ -73,7 +73,10 @@ class TestValueAndScaledGrad:
         np.testing.assert_array_equal(hessian, SCALE * jnp.diag(2 * X**2))
 
     def test_adds_one_multiplication_each_way(self):
-        """It has no opinion on the dtypes inside the model (BR-104)."""
+        """It has no opinion on the dtypes inside the model.
+
+        https://github.com/Data-Science-in-Mechanical-Engineering/mixed_precision_for_JAX/issues/3
+        """
 
         def operations(value_and_grad_fn):
             jaxpr = jax.make_jaxpr(value_and_grad_fn)(W)
@@ -301,7 +304,7 @@ class TestUnscale:
         np.testing.assert_allclose(grads, [9.997e-9], rtol=1e-3)
 
     def test_a_norm_of_half_precision_gradients_is_right_once_unscaled(self):
-        """BR-64, https://github.com/AI-Hypercomputer/maxtext/pull/5143"""
+        """https://github.com/AI-Hypercomputer/maxtext/pull/5143"""
         grads = dls.unscale(jnp.full(300, 300, jnp.bfloat16), state_of(1.0))
         np.testing.assert_allclose(optax.tree.norm(grads), 5196.15, rtol=1e-6)
 
