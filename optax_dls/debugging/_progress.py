@@ -239,15 +239,14 @@ def at_the_ceiling(run: Run) -> Finding | None:
 def float16_loss(run: Run) -> Finding | None:
     largest = float(np.max(run.used[run.lost == 0], initial=0))
     values = np.unique(np.abs(run.loss[run.good_loss]))
-    values = values[(values >= 2.0**-14) & (values <= FLOAT16_MAX)]
+    values = values[values <= FLOAT16_MAX]
     if values.size < ENOUGH or largest > FLOAT16_MAX or run.scale.max() < 2**15:
         return None
-    mantissa, exponent = np.frexp(values)
-    digits = mantissa * 2**11  # whole numbers in float16
-    if not np.all(digits == np.round(digits)):
+    if not np.all(values == values.astype(np.float16)):
         return None
+    mantissa, exponent = np.frexp(values[values >= 2.0**-14])
     # A bfloat16 number has fewer digits; so have the small ones among multiples of a number.
-    odd = digits % 2 == 1
+    odd = mantissa * 2**11 % 2 == 1
     binades, counts = np.unique(exponent, return_counts=True)
     filled = binades[counts >= 5]
     if filled.size < 2 or any(odd[exponent == e].mean() < 0.2 for e in filled):

@@ -58,7 +58,7 @@ def _bad_batches(run: Run, count: int, recorded: int) -> Finding | None:
         f"the loss was not finite in {count} of {recorded} records, and "
         f"{np.count_nonzero(run.skipped & run.bad_loss)} of these steps were skipped"
         + (
-            f"; the scale fell to {power(run.scale[run.bad_loss].min())} by them"
+            f"; they took the scale down to {power(run.scale[run.bad_loss].min())}"
             if lowered
             else ""
         ),
