@@ -139,7 +139,8 @@ def read_run(
     step = np.asarray(columns["step"], np.int64)
     scale = np.asarray(columns["loss_scale"], np.float64)
     used = np.append(scale[:1], scale[:-1])
-    skipped = np.asarray(columns["consecutive_skips"]) > 0
+    streak = np.asarray(columns["consecutive_skips"], np.int64)
+    skipped = streak > 0
     grads_finite = np.asarray(columns.get("grads_finite", ~skipped), bool)
     total = np.asarray(columns["total_skips"], np.int64)
     lost = np.diff(total, prepend=total[0] - int(skipped[0]))
@@ -147,6 +148,9 @@ def read_run(
     lost = np.where(lost < 0, total, lost)
     lost = np.maximum(lost, skipped)
     attempted = np.maximum(np.diff(step, prepend=step[0] - 1), lost + ~skipped)
+    # A streak that goes on has no applied step in it, however the steps are counted.
+    goes_on = np.append(False, skipped[:-1] & (np.diff(streak) == lost[1:]))
+    attempted = np.where(goes_on & skipped, lost, attempted)
     loss, known = _loss(history, columns, skipped)
     bad_loss = known & ~np.isfinite(loss)
     stayed = (scale == used) & (np.arange(scale.size) > 0) & (lost == attempted)

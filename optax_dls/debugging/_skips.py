@@ -104,11 +104,20 @@ def overflow_at_the_floor(run: Run) -> Finding | None:
         or lost <= TOLERABLE * run.attempted[there].sum()
     ):
         return None
+    causes = (
+        "not the scale: NaN or inf in the data, a learning rate at which the parameters "
+        "diverged, or an operation whose value or derivative is not finite in float16"
+    )
+    if run.good_loss[there & run.skipped].any():
+        causes = (
+            "neither the scale nor the loss, which is finite: an operation whose derivative "
+            "is not (a norm or square root at zero, an exp in float16), or parameters that "
+            "grew too large"
+        )
     return Finding(
         "overflow at the floor",
         f"{lost} steps were lost although the scale was at its floor {power(run.min_scale)}",
-        "not the scale: NaN or inf in the data, a learning rate at which the parameters "
-        "diverged, or an operation whose value or derivative is not finite in float16",
+        causes,
         "locate_nonfinite on such a batch, on the gradient too; check the batch itself; a "
         "lower learning rate",
     )
@@ -118,12 +127,17 @@ def overflow_at_a_fixed_scale(run: Run) -> Finding | None:
     lost = int(run.lost.sum())
     if not run.is_fixed or not _is_much(run, lost):
         return None
+    unless = (
+        ""
+        if run.good_loss[run.skipped].any()
+        else "; or a loss that is not finite, given as value= (record loss= to see it)"
+    )
     return Finding(
         "overflow at a fixed scale",
         f"{lost} of {run.steps} steps were lost, and the scale stayed at "
         f"{power(run.scale[-1])}",
         "a static scale, or a min_scale, that is too high for these gradients; or gradients "
-        "that no scale makes finite",
+        f"that no scale makes finite{unless}",
         "find_scale, which tells the two apart; dynamic_loss_scaling; locate_nonfinite if "
         "they overflow at every scale",
     )
@@ -150,7 +164,8 @@ def no_step_applied(run: Run) -> Finding | None:
 def frequent_overflow(run: Run) -> Finding | None:
     later = run.lost_later()
     lost, overflows = int(later.sum()), run.overflows()
-    held = np.count_nonzero(run.held & (later > 0)) > np.count_nonzero(later) / 2
+    held = run.held & ~run.good_loss & (later > 0)
+    held = np.count_nonzero(held) > np.count_nonzero(later) / 2
     probes = 0.0 if run.is_fixed else run.steps / run.growth_interval
     # A burst is one overflow. Where the scale stays, little is lost by a few.
     usual = max(BAD_LUCK + 2 * (not held) * probes, TOLERABLE * run.steps)
@@ -200,8 +215,8 @@ def collapsed(run: Run) -> Finding | None:
     after = np.arange(run.scale.size) > run.settled
     streak = np.where(after, run.columns["consecutive_skips"], 0)
     end = int(np.argmax(streak))
-    fall = min(int(streak[end]), run.scale.size)
-    low, before = run.scale[end], run.scale[max(end - fall, 0)]
+    fall, low = int(streak[end]), run.scale[end]
+    before = run.scale[max(_last(~run.skipped[:end]), 0)]
     applied = int((run.attempted - run.lost)[end + 1 :].sum())
     # Growing as fast as that, it is on its way back, or is back where it is probing.
     grows = np.any(run.scale[end + 1 :][: PATIENCE // 2] > low)

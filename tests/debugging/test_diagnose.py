@@ -79,6 +79,22 @@ class TestSkippedSteps:
         assert "not finite in 20 of 400 records, and 20 of these" in finding.evidence
         assert ("value=loss" in finding.advice) == (not told)
 
+    def test_a_loss_that_is_finite_is_not_to_blame_at_the_floor(self):
+        def cause(**columns):
+            columns = written(STEPS, skips=ALL, scale=TO_THE_FLOOR, **columns)
+            return one(columns, "overflow at the floor").causes
+
+        assert cause().startswith("not the scale: NaN or inf in the data")
+        assert cause(loss=FALL).startswith("neither the scale nor the loss")
+
+    def test_a_fixed_scale_leaves_open_what_is_not_recorded(self):
+        def cause(**columns):
+            columns = written(STEPS, skips=range(9, STEPS, 20), **columns)
+            return one(columns, "overflow at a fixed scale").causes
+
+        assert "given as value=" in cause()
+        assert "value=" not in cause(loss=FALL)
+
     def test_where_the_scale_stays_the_loss_is_to_blame(self):
         skips = range(9, STEPS, 20)
         scale = np.where(np.arange(STEPS) < 5, 2.0**14, 2.0**15)

@@ -371,6 +371,13 @@ BROKEN_RUNS = {
         lambda: only(train(gradient_factor=NAN * NONE), slice(9, None, 10)),
         "overflow at the floor",
     ),
+    "gradients that are never finite, counted by samples": (
+        lambda: (
+            columns := train(gradient_factor=NAN * NONE, min_scale=128.0),
+            columns | {"step": 64 * columns["step"]},
+        )[1],
+        "overflow at the floor",
+    ),
     "gradients that are NaN from step 5 on": (
         lambda: train(gradient_factor=at(slice(5, None), NAN)),
         "overflow at the floor",
