@@ -1,6 +1,8 @@
 """Arguments that cannot be right, refused with a word on what to do instead."""
 
+import contextlib
 import numbers
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import optax
 
 from . import rules
 from ._devices import AxisName
-from ._dtypes import cast_to_float32
+from ._dtypes import cast_to_float32, only_arrays
 from ._scaler_state import LossScalingState, holds_scaler
 from .rules._rule import NEEDS
 
@@ -109,6 +111,56 @@ def check_inner_state(
                 "lambda old, new: old.astype(new.dtype), old_state, "
                 "tx.init(params).inner_state)."
             )
+
+
+@contextlib.contextmanager
+def blaming_foreign_state(
+    inner_state: optax.OptState,
+    inner: optax.GradientTransformation,
+    params: optax.Params,
+) -> Iterator[None]:
+    """Says where the optimizer fails on a state that is not of its own making.
+
+    Only then: there are optimizers whose state changes its structure for good reasons.
+    """
+    try:
+        yield
+    except Exception as error:
+        difference = None
+        with contextlib.suppress(Exception):  # of an init that does not trace
+            difference = _difference_from_init(inner_state, inner, params)
+        if difference is None:
+            raise
+        raise ValueError(
+            "state must come from the init of this optimizer for these parameters, but "
+            f"{difference}. Are the states of two optimizers swapped? Pass each its own; "
+            "and restore a checkpoint into the structure of tx.init(params)."
+        ) from error
+
+
+def _difference_from_init(
+    inner_state: optax.OptState,
+    inner: optax.GradientTransformation,
+    params: optax.Params,
+) -> str | None:
+    """The first leaf that is not as ``init`` makes it, in words; None if there is none."""
+
+    def shapes(tree: optax.OptState) -> dict[str, tuple[int, ...]]:
+        leaves = jax.tree.leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+
+    expected = shapes(jax.eval_shape(inner.init, only_arrays(params)))
+    found = shapes(inner_state)
+    for path, shape in expected.items():
+        if path not in found:
+            return f"it has no state.inner_state{path}"
+        if found[path] != shape:
+            return (
+                f"state.inner_state{path} has shape {found[path]}, and tx.init(params) "
+                f"makes it {shape}"
+            )
+    extra = [path for path in found if path not in expected]
+    return f"tx.init(params) makes no state.inner_state{extra[0]}" if extra else None
 
 
 def checked_value(value: object) -> jax.Array | None:

@@ -1,6 +1,7 @@
 """The scaler inside any training state: read it, log it, act on a skip."""
 
 import numbers
+from collections.abc import Mapping
 from typing import TypeVar
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from ._composition import check_breaks_no_scaler, is_of_optax, may_break_scaler
 from ._scaler_state import (
     LossScalingState,
     ScalerState,
@@ -17,45 +19,6 @@ from ._scaler_state import (
 )
 
 Tree = TypeVar("Tree")
-
-# Wrappers that a scaler must not be under, and the order that works instead.
-_HIDES_SCALER = {
-    optax.MultiStepsState: (
-        "MultiSteps",
-        "one overflow stays in its accumulator for ever",
-        "MultiSteps(optimizer, k).gradient_transformation()",
-    ),
-    optax.ApplyIfFiniteState: (
-        "apply_if_finite",
-        "the scaler never hears of an overflow",
-        "apply_if_finite(optimizer, n)",
-    ),
-    optax.ConditionallyTransformState: (
-        "conditionally_transform",
-        "the scaler misses steps, and the scaled gradient becomes the update",
-        "conditionally_transform(optimizer, condition)",
-    ),
-    optax.ConditionallyMaskState: (
-        "conditionally_mask",
-        "the scaler misses steps",
-        "conditionally_mask(optimizer, condition)",
-    ),
-    optax.MaskedState: (
-        "masked",
-        "the other leaves get the scaled gradient as their update",
-        "masked(optimizer, mask)",
-    ),
-    optax.contrib.SAMState: (
-        "contrib.sam",
-        "one overflow stays in its cache for ever",
-        "contrib.sam(optimizer, adversary)",
-    ),
-    optax.PartitionState: (
-        "partition",
-        "one loss has one scale, but the groups would be scaled apart",
-        "partition(optimizers, labels)",
-    ),
-}
 
 
 def scaler_state(state: object) -> ScalerState:
@@ -70,10 +33,10 @@ def scaler_state(state: object) -> ScalerState:
       Its :class:`ScalerState`, as plain arrays.
 
     Raises:
-      TypeError: ``state`` is None or a number.
-      ValueError: it holds no scaler, or more than one, or one under a wrapper that
-        breaks loss scaling (``MultiSteps``, ``apply_if_finite``, ``conditionally_*``,
-        ``masked``, ``partition``). The message has the cure.
+      TypeError: ``state`` is None, a number, or a transformation instead of its state.
+      ValueError: it holds no scaler, or more than one, or one under a wrapper of Optax
+        that breaks loss scaling (such as ``MultiSteps``, ``masked`` or ``contrib.sam``).
+        The message has the cure.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,44 +47,18 @@ def scaler_state(state: object) -> ScalerState:
       >>> float(dls.scaler_state(state).loss_scale)
       32768.0
     """
-    if state is None or isinstance(state, numbers.Number | jax.Array | np.ndarray):
-        raise TypeError(
-            "state must be the optimizer state that tx.init or tx.update gave, got "
-            f"{state!r}. Not a number: a scale kept apart goes stale, and then gradients "
-            "are wrong by a factor."
-        )
-    stops = (LossScalingState, ScalerState, *_HIDES_SCALER)
-    nodes, _ = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda node: isinstance(node, stops)
-    )
-    found = []
-    for path, node in nodes:
-        if isinstance(node, LossScalingState | ScalerState):
-            found.append((jax.tree_util.keystr(path) or "the state itself", node))
-        elif isinstance(node, stops) and holds_scaler(node):
-            wrapper, harm, right = _HIDES_SCALER[type(node)]
-            raise ValueError(
-                f"state has a loss scaler under optax.{wrapper}, where {harm}. Put the "
-                f"scaler outside: dynamic_loss_scaling({right})."
-            )
+    _check_is_state(state)
+    found = _find_scalers(state)
     if not found:
-        raise ValueError(
-            "state holds no loss scaler: found no LossScalingState in "
-            f"{type(state).__name__}. Wrap the optimizer, "
-            "tx = dynamic_loss_scaling(optimizer) (no_loss_scaling(optimizer) for "
-            "float32 and bfloat16), and pass the state that tx.init(params) gives. The state "
-            "of an optimizer that ran without loss scaling goes under a new scaler by "
-            "tx.init(params)._replace(inner_state=old_state)."
-        )
+        raise ValueError(_why_no_scaler(state))
     if len(found) > 1:
-        where = ", ".join(path for path, _ in found)
         raise ValueError(
-            f"state holds {len(found)} loss scalers, at {where}, but one loss has one "
-            "scale. Pass the part of the state that belongs to this loss; several "
+            f"state holds {len(found)} loss scalers, at {', '.join(found)}, but one loss "
+            "has one scale. Pass the part of the state that belongs to this loss; several "
             "parameter groups under one loss go inside one wrapper: "
             "dynamic_loss_scaling(partition(...))."
         )
-    ((_, node),) = found
+    (node,) = found.values()
     if isinstance(node, LossScalingState):
         if holds_scaler(node.inner_state):
             raise ValueError(
@@ -131,7 +68,7 @@ def scaler_state(state: object) -> ScalerState:
             )
         node = node.scaler
     if scaling_is_off(node):
-        # Also where a checkpoint of another wrapper was restored into this state.
+        # A checkpoint of another wrapper may have been restored into this state.
         node = node._replace(loss_scale=jnp.ones((), jnp.float32))
     # The arrays may be boxed, as in nnx.Optimizer.
     return jax.tree.map(
@@ -139,8 +76,85 @@ def scaler_state(state: object) -> ScalerState:
     )
 
 
+def _find_scalers(state: object) -> dict[str, LossScalingState | ScalerState]:
+    """The scalers in a state, by where they are."""
+
+    def is_leaf(node: object) -> bool:
+        is_scaler = isinstance(node, LossScalingState | ScalerState)
+        return is_scaler or may_break_scaler(node)
+
+    found = {}
+    for path, node in jax.tree.leaves_with_path(state, is_leaf=is_leaf):
+        check_breaks_no_scaler(node)
+        if isinstance(node, LossScalingState | ScalerState):
+            found[jax.tree_util.keystr(path) or "the state itself"] = node
+    return found
+
+
+def _check_is_state(state: object) -> None:
+    """Raises where ``state=`` is something else altogether."""
+    if state is None or isinstance(state, numbers.Number | jax.Array | np.ndarray):
+        raise TypeError(
+            "state must be the optimizer state that tx.init or tx.update gave, got "
+            f"{state!r}. Not a number: a scale kept apart goes stale, and then gradients "
+            "are wrong by a factor."
+        )
+    if isinstance(state, optax.GradientTransformation):
+        raise TypeError(
+            "state must be the optimizer state that tx.init or tx.update gave, got the "
+            "transformation itself. Pass opt_state, where opt_state = tx.init(params)."
+        )
+
+
+def _why_no_scaler(state: object) -> str:
+    """What a state is in which no scaler was found, and what to do about it."""
+
+    def is_saved_scaler(node: object) -> bool:
+        return isinstance(node, Mapping) and set(ScalerState._fields) <= set(node)
+
+    def is_leaf(node: object) -> bool:
+        return is_saved_scaler(node) or is_of_optax(node)
+
+    wrap = (
+        "Wrap the optimizer, tx = dynamic_loss_scaling(optimizer) "
+        "(no_loss_scaling(optimizer) for float32 and bfloat16), and pass the state that "
+        "tx.init(params) gives."
+    )
+    for path, node in jax.tree.leaves_with_path(state, is_leaf=is_leaf):
+        where = jax.tree_util.keystr(path)
+        if is_saved_scaler(node):
+            return (
+                f"state holds no loss scaler, but a dict of its values (state{where}), as "
+                "a checkpoint gives it that is restored without a structure. Restore it into "
+                "that of tx.init(params): checkpointer.restore(path, "
+                "jax.eval_shape(tx.init, params)), or "
+                "flax.serialization.from_bytes(tx.init(params), data)."
+            )
+        if is_of_optax(node):
+            return (
+                f"state holds no loss scaler: state{where} is the {type(node).__name__} of "
+                f"an optimizer without one. {wrap} A run that began without loss scaling "
+                "goes on from tx.init(params)._replace(inner_state=old_state)."
+            )
+        for name, part in getattr(node, "__dict__", {}).items():
+            if holds_scaler(part):
+                return (
+                    "state holds no loss scaler that JAX can see, since "
+                    f"{type(node).__name__} is no pytree. Pass what is in it: "
+                    f"state{where}.{name}."
+                )
+    return (
+        "state holds no loss scaler: found no LossScalingState in "
+        f"{type(state).__name__}. {wrap} The keyword state= always means this state: a loss "
+        "function with a state of its own gets that by position."
+    )
+
+
 def with_scaler(state: Tree, scaler: ScalerState) -> Tree:
-    """``state`` with the values of another scaler, each boxed as it was."""
+    """``state`` with the values of ``scaler`` in the place of those of its own.
+
+    The values of an ``nnx.Optimizer`` are in boxes, and stay in them.
+    """
 
     def replace(node: object) -> object:
         if not isinstance(node, ScalerState):

@@ -160,7 +160,7 @@ def loss_scaling(
                 grads, state.inner_state, cast_to_float32(params), **unscaled_args
             )
             inner_state = keep_types(
-                inner_state, state.inner_state, "inner.update", _NONE_AMONG_GRADS
+                inner_state, state.inner_state, "inner.update", _STATE_OF_ONE_TYPE
             )
             ok = jnp.array(True)
             if check_updates:
@@ -186,7 +186,10 @@ def loss_scaling(
         # As operands, since closed-over arrays lose their sharding on explicit meshes.
         operands = (grads, state, params)
         applied = jax.jit(applied, inline=True)  # so that it is traced only once
-        updates_type, _ = jax.eval_shape(applied, *operands)
+        with _checks.blaming_foreign_state(
+            state.inner_state, inner, grads if params is None else params
+        ):
+            updates_type, _ = jax.eval_shape(applied, *operands)
         # XLA updates a donated state in place only if the branch that passes it through
         # comes first in its program, which is the false one.
         return lax.cond(grads_finite & value_finite, applied, skipped, *operands)
@@ -194,9 +197,10 @@ def loss_scaling(
     return _with_rule(rule, init, compiled_outside_jit(update))
 
 
-_NONE_AMONG_GRADS = (
+_STATE_OF_ONE_TYPE = (
     "If a gradient is None, this optimizer cannot skip that parameter: leave it out with "
-    "optax.partition or optax.masked inside the wrapper."
+    "optax.partition or optax.masked inside the wrapper. optax.monitor makes part of its "
+    "state in the first update: chain it behind the wrapper, or use optax.snapshot inside."
 )
 
 

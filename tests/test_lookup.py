@@ -2,11 +2,13 @@
 
 import chex
 import flax.linen
+import flax.serialization
 import flax.training.train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 from flax import nnx
 
@@ -67,41 +69,6 @@ def test_finds_the_scaler_of_every_device():
     dls.raise_if_stalled(state)
 
 
-HIDDEN = {
-    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
-    "conditionally_transform": lambda tx: optax.conditionally_transform(
-        tx, lambda step: step > 0
-    ),
-    "conditionally_mask": lambda tx: optax.conditionally_mask(
-        tx, lambda step: step > 0
-    ),
-    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
-    "partition": lambda tx: optax.partition(
-        {"x": tx, "y": optax.sgd(0.1)}, {"w": "x", "b": "y"}
-    ),
-}
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("wrapper", HIDDEN)
-@pytest.mark.parametrize("depth", ["top", "deep"])
-def test_refuses_a_scaler_under_a_wrapper_that_breaks_it(wrapper, depth):
-    tx = HIDDEN[wrapper](optax.chain(make()))
-    if depth == "deep":
-        tx = optax.chain(optax.identity(), tx)
-    message = rf"under optax.{wrapper}, where .* dynamic_loss_scaling\({wrapper}\("
-    with pytest.raises(ValueError, match=message):
-        dls.loss_scale(tx.init(PARAMS))
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("wrapper", HIDDEN)
-def test_accepts_the_same_wrapper_inside(wrapper):
-    tx = make(HIDDEN[wrapper](optax.sgd(0.1)))
-    assert float(dls.loss_scale(tx.init(PARAMS))) == 64.0
-
-
 def test_two_scalers_are_refused_with_their_places():
     state = {"actor": make().init(PARAMS), "critic": make().init(PARAMS)}
     with pytest.raises(
@@ -123,10 +90,123 @@ def test_none_and_numbers_are_refused(state):
         dls.metrics(state)
 
 
-@pytest.mark.parametrize("state", [{}, (), PARAMS, "state"])
-def test_a_state_without_scaler_is_refused(state):
-    with pytest.raises(ValueError, match="state holds no loss scaler"):
-        dls.metrics(state)
+@pytest.mark.parametrize("tx", [make(), optax.sgd(0.1)], ids=["wrapped", "bare"])
+def test_the_transformation_itself_is_refused(tx):
+    with pytest.raises(TypeError, match="got the transformation itself.*tx.init"):
+        dls.metrics(tx)
+
+
+class Trainer:
+    """A training state that JAX cannot look into."""
+
+    def __init__(self, opt_state):
+        self.step, self.opt_state = 3, opt_state
+
+
+class TestAStateWithoutScaler:
+    @pytest.mark.parametrize("state", [{}, (), PARAMS, "state", {"ema": 0.5}])
+    def test_is_refused_with_what_state_means(self, state):
+        cure = "no loss scaler: found no LossScalingState.*Wrap the opt.*by position"
+        with pytest.raises(ValueError, match=cure):
+            dls.metrics(state)
+
+    @pytest.mark.parametrize("library", ["flax", "orbax"])
+    def test_of_a_checkpoint_without_structure_wants_it_restored_into_one(
+        self, library, tmp_path
+    ):
+        tx = make(optax.adam(0.1))
+        template = {"step": 3, "opt_state": tx.init(PARAMS)}
+        if library == "flax":
+            data = flax.serialization.to_bytes(template)
+            without = flax.serialization.msgpack_restore(data)
+            state = flax.serialization.from_bytes(template, data)
+        else:
+            with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+                checkpointer.save(tmp_path / "saved", template)
+                checkpointer.wait_until_finished()
+                without = checkpointer.restore(tmp_path / "saved")
+                template["opt_state"] = jax.eval_shape(tx.init, PARAMS)
+                state = checkpointer.restore(tmp_path / "saved", template)
+        with pytest.raises(
+            ValueError,
+            match=r"a dict of its values \(state\['opt_state'\]\['scaler'\]\).*"
+            r"Restore it into that of tx.init\(params\)",
+        ):
+            dls.loss_scale(without)
+        assert float(dls.loss_scale(state)) == 64.0
+
+    @pytest.mark.standard_promotion
+    def test_of_a_bare_optimizer_goes_under_one(self):
+        tx, bare = make(optax.adam(0.1)), optax.adam(0.1).init(PARAMS)
+        with pytest.raises(
+            ValueError,
+            match=r"state\['opt'\]\[0\] is the ScaleByAdamState of an optimizer without "
+            r"one.*goes on from tx.init\(params\)._replace\(inner_state=old_state\)",
+        ):
+            dls.loss_scale({"opt": bare})
+        state = tx.init(PARAMS)._replace(inner_state=bare)
+        _, state = tx.update(PARAMS, state, PARAMS)
+        assert float(dls.loss_scale(state)) == 64.0
+
+    def test_that_jax_can_see_says_where_it_is(self):
+        trainer = Trainer(make().init(PARAMS))
+        with pytest.raises(
+            ValueError, match=r"Trainer is no pytree.*state.opt_state\."
+        ):
+            dls.loss_scale(trainer)
+        with pytest.raises(ValueError, match=r"state\['run'\].opt_state\."):
+            dls.loss_scale({"run": trainer, "step": 3})
+        assert float(dls.loss_scale(trainer.opt_state)) == 64.0
+        with pytest.raises(ValueError, match="no LossScalingState in Trainer"):
+            dls.loss_scale(Trainer(None))
+
+
+class TestTheStateOfAnother:
+    """Optimizer or model: the inner optimizer's own error does not say so."""
+
+    def update(self, state, params=PARAMS):
+        tx = make(optax.sgd(0.1, momentum=0.9))
+        return tx.update(jax.tree.map(jnp.ones_like, PARAMS), state, params)
+
+    @pytest.mark.parametrize("params", [PARAMS, None])
+    @pytest.mark.parametrize(
+        ("other", "difference"),
+        [
+            ({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, r"\['w'\] has shape \(3, 2\)"),
+            ({"w": jnp.ones((2, 2)), "b": jnp.ones(1)}, r"\['b'\] has shape \(1,\)"),
+            ({"kernel": jnp.ones((2, 2))}, r"it has no state.inner_state.*\['b'\]"),
+            (PARAMS | {"k": jnp.ones(2)}, r"makes no state.inner_state.*\['k'\]"),
+        ],
+        ids=["shape", "shape that broadcasts", "names", "one too many"],
+    )
+    def test_model_is_told_by_its_first_leaf(self, other, difference, params):
+        state = make(optax.sgd(0.1, momentum=0.9)).init(other)
+        with pytest.raises(ValueError, match=rf"{difference}.*swapped") as error:
+            self.update(state, params)
+        assert error.value.__cause__ is not None
+
+    def test_optimizer_is_told_too(self):
+        with pytest.raises(ValueError, match=r"it has no state.inner_state\[0\].trace"):
+            self.update(make(optax.scale_by_schedule(lambda step: 1.0)).init(PARAMS))
+
+    def test_is_not_blamed_for_an_error_of_the_optimizer(self):
+        def update(updates, state, params=None):
+            raise KeyError("its own")
+
+        tx = make(optax.GradientTransformation(optax.sgd(0.1).init, update))
+        with pytest.raises(KeyError, match="its own"):
+            tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+    def test_is_not_blamed_where_init_cannot_be_traced(self):
+        def update(updates, state, params=None):
+            raise KeyError("its own")
+
+        def init(params):
+            return float(jax.tree.leaves(params)[0].sum())
+
+        tx = make(optax.GradientTransformation(init, update))
+        with pytest.raises(KeyError, match="its own"):
+            tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
 NEW = {"mean": jnp.array([jnp.nan, 1.0]), "count": jnp.array(4)}
@@ -143,11 +223,22 @@ class TestRollback:
         chex.assert_trees_all_equal(kept, OLD if bad else NEW)
         chex.assert_trees_all_equal_shapes_and_dtypes(kept, OLD)
 
+    @pytest.mark.parametrize("cause", ["value", "updates"])
+    def test_keeps_the_old_too_where_the_gradients_were_finite(self, cause):
+        """The loss was not finite, or what the optimizer made of them."""
+        to_nan = optax.stateless(lambda u, p: jax.tree.map(lambda x: x * jnp.nan, u))
+        inner = to_nan if cause == "updates" else optax.sgd(0.1)
+        tx = dls.dynamic_loss_scaling(inner, check_updates=cause == "updates")
+        value = {"value": jnp.nan} if cause == "value" else {}
+        _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, **value)
+        assert dls.metrics(state)["grads_finite"]
+        chex.assert_trees_all_equal(dls.rollback_if_skipped(state, NEW, OLD), OLD)
+
     def test_a_population_rolls_back_member_by_member(self):
         tx = make()
         params = jnp.zeros((2, 3))
         grads = jnp.zeros((2, 3)).at[1, 0].set(jnp.inf)
-        _, state = jax.vmap(tx.update)(grads, jax.vmap(tx.init)(params))
+        _, state = jax.jit(jax.vmap(tx.update))(grads, jax.vmap(tx.init)(params))
         kept = dls.rollback_if_skipped(state, jnp.ones((2, 2)), jnp.zeros((2, 2)))
         np.testing.assert_array_equal(kept, [[1, 1], [0, 0]])
 

@@ -18,17 +18,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*optimistic_adam.*:DeprecationWarning"),
 ]
 
-# Optimizers that cannot run on gradients alone.
+# Optimizers that do not run on gradients alone; test_composition.py has them.
 LEFT_OUT = {
     "_deprecated_dpsgd": "needs the gradient of every example",
     "dpsgd": "needs the gradient of every example",
-    "lookahead": "its parameters are pairs; see test_transform.py",
+    "lookahead": "goes around another optimizer",
+    "mechanize": "goes around another optimizer",
     "momo": "needs the value of the loss",
     "momo_adam": "needs the value of the loss",
     "polyak_sgd": "needs the value of the loss",
+    "schedule_free": "goes around another optimizer",
     "sophia": "needs obj_fn for its Hessian estimate",
 }
-# Links and wrappers, of which the optimizers are chained.
+# Links, of which the optimizers are chained; and wrappers, see test_composition.py.
 LINKS = re.compile(
     "scale|add_|clip|_?(adaptive_grad_clip|apply_every|apply_if_finite|centralize|chain|"
     "conditionally_|deprecated_diff|differentially|ema|flatten|freeze|identity|inject_|"
@@ -36,33 +38,15 @@ LINKS = re.compile(
     "reduce_on_plateau|sam|selective|set_to_zero|snapshot|split_real|stateless|trace|"
     "with_extra|zero_nans)"
 )
-# Their annotations do not say that they return a transformation, or they come around
-# another optimizer, or they are how people compose one.
+# Their annotations do not say that they return a transformation, or their defaults are
+# not what is tested here.
 COMPOSED = {
-    "chain": lambda learning_rate: optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(learning_rate)
-    ),
     "dog": lambda learning_rate: optax.contrib.dog(learning_rate),
     "dowg": lambda learning_rate: optax.contrib.dowg(learning_rate),
-    "flatten": lambda learning_rate: optax.flatten(optax.adam(learning_rate)),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adamw),
     "lbfgs": lambda learning_rate: optax.lbfgs(learning_rate, linesearch=None),
-    "mechanize": lambda learning_rate: optax.contrib.mechanize(
-        optax.adam(learning_rate)
-    ),
     "noisy_sgd": lambda learning_rate: optax.noisy_sgd(learning_rate, key=0),
-    "partition": lambda learning_rate: optax.partition(
-        {"a": optax.adam(learning_rate), "b": optax.sgd(learning_rate)},
-        {"matrix": "a", "vector": "b", "scalar": "a"},
-    ),
-    "sam": lambda learning_rate: optax.contrib.sam(
-        optax.sgd(learning_rate), optax.sgd(0.05)
-    ),
     "schedule": lambda learning_rate: optax.sgd(
         optax.linear_schedule(learning_rate, 0.0, 8), momentum=0.9
-    ),
-    "schedule_free": lambda learning_rate: optax.contrib.schedule_free(
-        optax.sgd(learning_rate), learning_rate
     ),
 }
 
