@@ -150,11 +150,11 @@ def read_run(
     attempted = np.maximum(np.diff(step, prepend=step[0] - 1), lost + ~skipped)
     # A streak that goes on has no applied step in it, however the steps are counted.
     goes_on = np.append(False, skipped[:-1] & (np.diff(streak) == lost[1:]))
-    attempted = np.where(goes_on & skipped, lost, attempted)
+    attempted = np.where(goes_on, lost, attempted)
     loss, known = _loss(history, columns, skipped)
     bad_loss = known & ~np.isfinite(loss)
-    stayed = (scale == used) & (np.arange(scale.size) > 0) & (lost == attempted)
-    held = skipped & ~grads_finite & ~bad_loss & stayed
+    held = ~grads_finite & ~bad_loss & (scale == used) & (lost == attempted)
+    held[0] = False  # what came before is not known
 
     low, high = settings.get("min_scale"), settings.get("max_scale")
     if low is None or high is None:

@@ -240,7 +240,7 @@ def never_grows(run: Run) -> Finding | None:
     # Between records with gaps, growths and backoffs undo each other unseen.
     unseen = np.log2(run.scale[-1] / run.scale[0]) + run.lost[1:].sum() >= 1
     grew = np.any(np.diff(run.scale) > 0) or (np.median(run.attempted) > 1 and unseen)
-    if grew or run.is_fixed or run.scale.min() == run.scale.max():
+    if grew or run.is_fixed:
         return None
     # Where it did not grow in spite of a whole interval, skips are not what keeps it.
     ends = np.cumsum(run.attempted)[moves]

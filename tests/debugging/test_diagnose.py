@@ -20,6 +20,7 @@ ALL = range(STEPS)
 NOWHERE: list[int] = []
 DOWN_TO_128 = 2.0 ** np.maximum(14 - np.arange(STEPS), 7.0)
 TO_THE_FLOOR = 2.0 ** np.maximum(14 - np.arange(STEPS), -14.0)
+FALLS = 2.0 ** np.maximum(np.arange(62) - 49, 0)
 FALL = 2.0 + np.exp(-np.arange(STEPS) / 80)
 
 
@@ -54,6 +55,34 @@ class TestSkippedSteps:
         columns = written(STEPS, skips=skips, scale=np.roll(TO_THE_FLOOR, 4))
         assert names(columns) == ["overflow at the floor"]
         assert "recovery_interval" not in "".join(map(str, dls.diagnose(columns)))
+
+    def test_what_falls_and_falls_says_how_far(self):
+        (finding,) = dls.diagnose(
+            written(62, skips=range(50, 62), scale=2.0**15 / FALLS)
+        )
+        assert finding.evidence == (
+            "the last 12 steps were skipped, none was applied since step 49, and the scale "
+            "went from 2^15 to 2^3"
+        )
+
+    @pytest.mark.parametrize(
+        ("loss", "kind"),
+        [(np.nan, "NaN"), (np.inf, "inf"), ([np.nan, np.inf], "NaN or inf")],
+    )
+    def test_a_loss_that_is_never_finite_is_told_by_its_kind(self, loss, kind):
+        columns = written(10, loss=np.resize(loss, 10), skips=[0, 1, 2])
+        history = recorded(
+            columns | {"grads_finite": columns["consecutive_skips"] == 0}
+        )
+        evidence = one(history, "loss not finite").evidence
+        assert evidence.startswith(
+            f"the loss is {kind} in all 10 records (3 of them skipped)"
+        )
+
+    def test_an_infinite_update_that_was_applied_is_counted(self):
+        norms = where([7, 8], np.inf, 1.0)
+        finding = one(written(STEPS, update_norm=norms), "updates not finite")
+        assert finding.evidence == "the update was not finite on 2 applied steps"
 
     def test_a_loss_that_is_nan_after_some_steps_names_both_causes(self):
         def cause(first):
@@ -123,6 +152,12 @@ class TestSkippedSteps:
         # Where the loss is not finite, all leaves are bad, and the first says nothing.
         columns["loss"] = where(skips, np.nan, FALL)
         assert names(columns) == ["bad batches"]
+
+    def test_leaves_that_take_turns_are_not_named(self):
+        skips = range(9, STEPS, 5)
+        leaf = where(skips, np.resize(["['in']", "['out']"], STEPS), "").astype(object)
+        columns = written(STEPS, skips=skips, nonfinite_leaf=leaf)
+        assert "the same leaf every time" not in names(columns)
 
     def test_a_collapse_says_how_long_the_way_back_is(self):
         skips = range(150, 170)

@@ -176,6 +176,7 @@ EVERY_20TH = np.arange(9, STEPS, 20)
 NORMS = ("update_norm", "param_norm")
 PROBES = {"init_scale": 2.0**24}  # too high: a search, and probes from there on
 BURST = slice(150, 170)
+ZIGZAG = np.where(np.arange(STEPS) % 21 == 19, 2.0**16, 2.0**15)
 
 
 def climbing(n, interval=20, start=15):
@@ -245,6 +246,12 @@ HEALTHY_RUNS = {
     "a static scale, five NaN batches in 20 000": lambda: written(
         20_000, skips=range(1000, 20_000, 4000), scale=1024.0
     ),
+    "a static scale, forty NaN batches in 20 000": lambda: written(
+        20_000, skips=range(500, 20_000, 500), scale=1024.0
+    ),
+    "growths that the gaps hide": lambda: only(
+        written(STEPS, skips=range(20, STEPS, 21), scale=ZIGZAG), slice(20, None, 21)
+    ),
     "a floor and a ceiling of one's own": lambda: train(
         init_scale=2.0**12, min_scale=2.0**10, max_scale=2.0**14, growth_interval=20
     ),
@@ -254,6 +261,11 @@ HEALTHY_RUNS = {
     "value=, three NaN batches": lambda: train(
         tells_value=True, loss_factor=at(jnp.array([50, 51, 250]), NAN)
     ),
+    "value=, a burst of ten NaN batches in 2000": lambda: written(
+        2000,
+        skips=range(700, 710),
+        grads_finite=~np.isin(np.arange(2000), range(700, 710)),
+    ),
     "retries and check_updates": lambda: train(
         "retrying", **PROBES, growth_interval=15
     ),
@@ -262,6 +274,11 @@ HEALTHY_RUNS = {
         (slice(None), 0),
     ),
     "a recovery": lambda: train(gradient_factor=at(slice(150, 165), NAN)),
+    "a slow recovery": lambda: train(
+        gradient_factor=at(slice(150, 165), NAN),
+        recovery_interval=40,
+        growth_interval=2000,
+    ),
     "midway through a recovery": lambda: only(
         train(gradient_factor=at(slice(150, 165), NAN)), slice(220)
     ),
@@ -461,6 +478,10 @@ BROKEN_RUNS = {
     "bad batches": (lambda: train(loss_factor=at(EVERY_20TH, NAN)), "bad batches"),
     "bad batches, value=loss": (
         lambda: train(tells_value=True, loss_factor=at(EVERY_20TH, NAN)),
+        "bad batches",
+    ),
+    "bad batches, up to the end": (
+        lambda: train(loss_factor=at(slice(-3, None), NAN, at(EVERY_20TH, NAN))),
         "bad batches",
     ),
     "a burst of bad batches": (
