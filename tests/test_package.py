@@ -1,11 +1,15 @@
 """The package as installed: what it imports, ships and names."""
 
+import ast
+import importlib
 import importlib.metadata
 import inspect
+import io
 import pathlib
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 
 import pytest
@@ -91,3 +95,58 @@ def test_every_public_name_says_what_it_is_with_an_example(name):
 def test_all_names_everything_public():
     public = {name for name in vars(dls) if not name.startswith("_")}
     assert public - {"debugging", "demo", "plot"} == set(dls.__all__)
+
+
+@pytest.mark.parametrize("name", ["rules", "debugging", "interop", "profiles"])
+def test_a_public_module_names_exactly_what_is_for_users(name):
+    module = importlib.import_module(f"optax_dls.{name}")
+    public = {key for key in vars(module) if not key.startswith("_")}
+    if name == "interop":  # one file, which imports what it needs
+        public &= set(module.__all__)
+    assert public == set(module.__all__)
+
+
+def code_lines(source):
+    """The numbers of the lines that hold code, not comments or nothing."""
+    layout = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {
+        line
+        for token in tokens
+        if token.type not in layout
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+
+
+def own_lines(function, lines):
+    """Those of a function: its docstring and its closures count by themselves."""
+
+    def span(node):
+        return set(range(node.lineno, node.end_lineno + 1))
+
+    own = span(function) & lines
+    if ast.get_docstring(function):
+        own -= span(function.body[0])
+    for node in ast.walk(function):
+        if isinstance(node, ast.FunctionDef) and node is not function:
+            own -= span(node)
+    return own
+
+
+def test_a_function_is_read_on_one_screen_and_a_file_in_a_few():
+    files = sorted(pathlib.Path(dls.__file__).parent.rglob("*.py"))
+    assert len(files) > 40
+    for path in files:
+        source = path.read_text()
+        assert source.count("\n") <= 300, path
+        lines = code_lines(source)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                assert len(own_lines(node, lines)) <= 60, (path, node.name)

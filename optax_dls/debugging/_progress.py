@@ -86,7 +86,7 @@ def _is_stuck(loss: np.ndarray) -> bool:
     windows = np.lib.stride_tricks.sliding_window_view(loss, 5)
     peak = np.median(windows, axis=1).max()
     is_dead = np.ptp(tail) <= 1e-3 * highest
-    return bool(peak >= (2 if is_dead else 5) * highest)
+    return bool(peak >= (2 if is_dead else 5) * highest > 0)
 
 
 def underflow(run: Run) -> Finding | None:
