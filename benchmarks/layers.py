@@ -67,7 +67,7 @@ def train(
     """The trained parameters, the share of zeros among the weight gradients of each
     layer in the last step, and the skips."""
 
-    def step(carry, batch):  # type: ignore[no-untyped-def]
+    def step(carry, batch):
         params, state = carry
         _, grads = dls.value_and_scaled_grad(loss_fn)(
             params, batch, dtype, wrap, state=state

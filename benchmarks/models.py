@@ -66,7 +66,7 @@ def transformer_loss(params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.
 
 
 def transformer(width: int = 128) -> tuple[Params, tuple[jax.Array, jax.Array]]:
-    shapes = {"embedding": (256, width)}
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (256, width)}
     for i in range(3):
         shapes |= {f"{name}{i}": (width, width) for name in "qkvo"}
         shapes |= {f"up{i}": (width, 4 * width), f"down{i}": (4 * width, width)}

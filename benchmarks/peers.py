@@ -6,7 +6,7 @@ installed makes its method raise ImportError.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def select(finite: jax.Array, new: object, old: object) -> object:
 
 
 def without(optimizer: optax.GradientTransformation) -> Method:
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
+    def step(params, state, scaled_grads):
         grads = unscaled(scaled_grads(params, jnp.float32(1)), jnp.float32(1))
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
@@ -52,7 +52,7 @@ def without(optimizer: optax.GradientTransformation) -> Method:
 
 
 def fixed(optimizer: optax.GradientTransformation) -> Method:
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
+    def step(params, state, scaled_grads):
         grads = unscaled(scaled_grads(params, jnp.float32(SCALE)), jnp.float32(SCALE))
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
@@ -72,7 +72,7 @@ def ours(
         optimizer, init_scale=SCALE, gradient_limit=gradient_limit
     )
 
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
+    def step(params, state, scaled_grads):
         grads = scaled_grads(params, dls.loss_scale(state))
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
@@ -87,15 +87,15 @@ def ours_with_gradient_limit(optimizer: optax.GradientTransformation) -> Method:
 def applied_inside(optimizer: optax.GradientTransformation) -> Method:
     """A sketch of ours with ``optax.apply_updates`` inside the conditional."""
 
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
+    def step(params, state, scaled_grads):
         scale, inner = state
         grads = scaled_grads(params, scale)
 
-        def applied(grads, inner, params):  # type: ignore[no-untyped-def]
+        def applied(grads, inner, params):
             updates, inner = optimizer.update(unscaled(grads, scale), inner, params)
             return optax.apply_updates(params, updates), inner
 
-        def skipped(grads, inner, params):  # type: ignore[no-untyped-def]
+        def skipped(grads, inner, params):
             return params, inner
 
         finite = dls.all_finite(unscaled(grads, scale))
@@ -108,7 +108,7 @@ def applied_inside(optimizer: optax.GradientTransformation) -> Method:
 def ours_with_where(optimizer: optax.GradientTransformation) -> Method:
     """The same with a select where the library has a conditional, for GPUs."""
 
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
+    def step(params, state, scaled_grads):
         scale, inner = state
         grads = unscaled(scaled_grads(params, scale), scale)
         finite = dls.all_finite(grads)
@@ -123,12 +123,12 @@ def ours_with_where(optimizer: optax.GradientTransformation) -> Method:
 def flax_dynamic_scale(optimizer: optax.GradientTransformation) -> Method:
     from flax.training.dynamic_scale import DynamicScale
 
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
+    def step(params, state, scaled_grads):
         scaler, inner = state
         grads = scaled_grads(params, scaler.scale)
 
         @jax.custom_vjp
-        def loss(params):  # type: ignore[no-untyped-def]
+        def loss(params):
             return jnp.float32(0)
 
         loss.defvjp(lambda p: (jnp.float32(0), None), lambda _, g: (grads,))
@@ -146,7 +146,7 @@ def flax_dynamic_scale(optimizer: optax.GradientTransformation) -> Method:
 def jmp_dynamic_loss_scale(optimizer: optax.GradientTransformation) -> Method:
     import jmp
 
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
+    def step(params, state, scaled_grads):
         scale, counter, inner = state
         scaler = jmp.DynamicLossScale(scale, counter)
         grads = scaler.unscale(scaled_grads(params, scale))
@@ -157,7 +157,7 @@ def jmp_dynamic_loss_scale(optimizer: optax.GradientTransformation) -> Method:
         params, inner = jmp.select_tree(finite, (new_params, new), (params, inner))
         return params, (scaler.loss_scale, scaler.counter, inner)
 
-    def init(params):  # type: ignore[no-untyped-def]
+    def init(params):
         return jnp.float32(SCALE), jnp.int32(0), optimizer.init(params)
 
     return Method(init, step)
@@ -166,7 +166,7 @@ def jmp_dynamic_loss_scale(optimizer: optax.GradientTransformation) -> Method:
 def mpx_dynamic_loss_scaling(optimizer: optax.GradientTransformation) -> Method:
     import mpx
 
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
+    def step(params, state, scaled_grads):
         scaler, inner = state
         grads = scaled_grads(params, scaler.loss_scaling)
         finite = mpx.all_finite(grads)
@@ -174,7 +174,7 @@ def mpx_dynamic_loss_scaling(optimizer: optax.GradientTransformation) -> Method:
         params, inner = mpx.optimizer_update(params, optimizer, inner, grads, finite)
         return params, (scaler.adjust(finite), inner)
 
-    def init(params):  # type: ignore[no-untyped-def]
+    def init(params):
         scaler = mpx.DynamicLossScaling(jnp.float32(SCALE), jnp.float32(1))
         return scaler, optimizer.init(params)
 
@@ -185,7 +185,7 @@ def jaxamp_without_skip(optimizer: optax.GradientTransformation) -> Method:
     import jaxamp
     from jaxamp._dynamic_scaler import dynamic_scale_tx
 
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
+    def step(params, state, scaled_grads):
         scaler, inner = state
         grads = scaled_grads(params, scaler.scaler)
         given = dynamic_scale_tx(lambda _: lambda **_: grads)(lambda: None)
@@ -193,7 +193,7 @@ def jaxamp_without_skip(optimizer: optax.GradientTransformation) -> Method:
         updates, inner = optimizer.update(grads, inner, params)
         return optax.apply_updates(params, updates), (scaler, inner)
 
-    def init(params):  # type: ignore[no-untyped-def]
+    def init(params):
         start = jaxamp.DynamicScalerState(scaler=jnp.float32(SCALE))
         return jax.tree.map(jnp.array, start), optimizer.init(params)
 
@@ -204,9 +204,9 @@ def keras_loss_scale_optimizer(optimizer: optax.GradientTransformation) -> Metho
     import keras
 
     del optimizer  # Keras has an AdamW of its own
-    kinds: dict[str, object] = {}
+    kinds: dict[str, Any] = {}
 
-    def init(params):  # type: ignore[no-untyped-def]
+    def init(params):
         variables = [keras.Variable(p) for p in jax.tree.leaves(params)]
         kinds["it"] = keras.optimizers.LossScaleOptimizer(
             keras.optimizers.AdamW(1e-3, weight_decay=1e-4), initial_scale=SCALE
@@ -214,7 +214,7 @@ def keras_loss_scale_optimizer(optimizer: optax.GradientTransformation) -> Metho
         kinds["it"].build(variables)
         return [v.value for v in kinds["it"].variables]
 
-    def step(params, state, scaled_grads):  # type: ignore[no-untyped-def]
+    def step(params, state, scaled_grads):
         grads = scaled_grads(params, jnp.float32(SCALE))
         leaves, treedef = jax.tree.flatten(params)
         leaves, state = kinds["it"].stateless_apply(

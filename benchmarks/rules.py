@@ -8,6 +8,7 @@ step. Real: an MLP in float16 on handwritten digits. Prints the tables of the RE
 
 import argparse
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from optax_dls import profiles, rules
 
 BURST = 20
 MAX_SCALE = 2.0**40
-RULES = {
+RULES: dict[str, Callable[..., rules.Rule]] = {
     "dynamic, recovery 10 (default)": functools.partial(
         rules.dynamic, max_scale=MAX_SCALE
     ),
@@ -86,7 +87,7 @@ def simulate(
 ) -> tuple[jax.Array, jax.Array]:
     """log2 of the scale of every step, and whether the step was applied."""
 
-    def step(carry, inputs):  # type: ignore[no-untyped-def]
+    def step(carry, inputs):
         loss_scale, rule_state, last_finite = carry
         capacity, is_bad = inputs
         log2_scale = jnp.log2(loss_scale)
@@ -179,9 +180,10 @@ def train(
     tx = dls.loss_scaling(optax.adam(1e-3, eps=1e-12), rule)
 
     def zeros(grads: list[jax.Array]) -> jax.Array:
-        return sum(jnp.sum(g == 0) for g in grads) / sum(g.size for g in grads)
+        number = sum((jnp.sum(g == 0) for g in grads), jnp.int32(0))
+        return number / sum(g.size for g in grads)
 
-    def step(carry, batch):  # type: ignore[no-untyped-def]
+    def step(carry, batch):
         params, state = carry
         loss, grads = dls.value_and_scaled_grad(loss_fn)(params, batch, state=state)
         flushed = zeros(grads) - zeros(jax.grad(loss_fn)(params, batch, jnp.float32))

@@ -48,7 +48,8 @@ def count(tx, leaves, size, dtype, grad_dtype):
 def compilations():
     """Of five steps of which the third overflows and the fifth grows the scale."""
     tx = dls.dynamic_loss_scaling(adamw, growth_interval=2)
-    params, traces = jnp.ones(8), []
+    params = jnp.ones(8)
+    traces: list[None] = []
 
     @jax.jit
     def step(params, state, grads):

@@ -11,6 +11,8 @@ import collections
 import functools
 import itertools
 import os
+from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
@@ -37,7 +39,7 @@ OPTIMIZERS = {
 # 1e4 is finite in float16, but not times a scale of at least 16; gradients of order one
 # are finite times 2**12.
 FAULTS = np.array([np.inf, -np.inf, np.nan, 1e4], np.float16)
-SETTINGS = {"init_scale": 256.0, "min_scale": 16.0, "max_scale": 4096.0}
+SETTINGS: dict[str, Any] = {"init_scale": 256.0, "min_scale": 16.0, "max_scale": 4096.0}
 
 
 def draw(seed):
@@ -247,7 +249,7 @@ def in_pmap(optimizer, *, over_runs=one_by_one):
 jit_auto = functools.partial(in_jit, kind=AxisType.Auto)
 jit_explicit = functools.partial(in_jit, kind=AxisType.Explicit)
 vmapped = {"over_runs": side_by_side}
-MODES = {
+MODES: dict[str, Callable[..., Callable]] = {
     "one device": on_one_device,
     "vmap": functools.partial(on_one_device, **vmapped),
     **{f"jit, {name}": functools.partial(jit_auto, layout=name) for name in LAYOUTS},
@@ -280,7 +282,7 @@ MODES = {
 
 def campaign(mode, optimizer, faults, seed=0):
     """Runs one mode with one optimizer until enough faults were injected."""
-    total = collections.Counter()
+    total: collections.Counter[str] = collections.Counter()
     run = MODES[mode](OPTIMIZERS[optimizer])
     pair = (list(MODES).index(mode), list(OPTIMIZERS).index(optimizer))
     for draws in itertools.count():
@@ -295,7 +297,7 @@ if __name__ == "__main__":
     parser.add_argument("--faults", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    total = collections.Counter()
+    total: collections.Counter[str] = collections.Counter()
     each = -(-arguments.faults // (len(MODES) * len(OPTIMIZERS)))
     for mode in MODES:
         for optimizer in OPTIMIZERS:

@@ -13,5 +13,6 @@ from test_checkpoint import FORMATS, LAYOUTS, leaves_of, load, start, train
 for format in FORMATS:
     for saved_on, resumed_on in LAYOUTS:
         folder = pathlib.Path(sys.argv[1]) / format / str(saved_on)
-        params, state = train(*load(format, folder, start(resumed_on)), 5, 10)
+        params, state = load(format, folder, start(resumed_on))
+        params, state = train(params, state, 5, 10)
         np.savez(folder / f"end_on_{resumed_on}.npz", *leaves_of((params, state)))

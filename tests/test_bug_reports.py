@@ -657,7 +657,8 @@ class TestJit:
     @pytest.mark.standard_promotion
     def test_five_steps_compile_once(self, make):
         """https://github.com/jax-ml/jax/issues/3163"""
-        tx, traces = make(optax.adam(0.1)), []
+        tx = make(optax.adam(0.1))
+        traces: list[None] = []
 
         @jax.jit
         def step(state, grads):

@@ -84,7 +84,8 @@ def train(params, state, first, last):
 
 @functools.cache
 def uninterrupted(devices):
-    return train(*start(devices), 0, 10)
+    params, state = start(devices)
+    return train(params, state, 0, 10)
 
 
 def leaves_of(tree):
@@ -127,7 +128,8 @@ def resumed(tmp_path_factory):
     """Five steps here, saved in every format; five more in a new process."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for devices in {saved_on for saved_on, _ in LAYOUTS}:
-        tree = train(*start(devices), 0, 5)
+        params, state = start(devices)
+        tree = train(params, state, 0, 5)
         for format in FORMATS:
             save(format, folder / format / str(devices), tree)
     worker = [sys.executable, str(HERE / "resume_worker.py"), str(folder)]

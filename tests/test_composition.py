@@ -258,7 +258,7 @@ def extra_arguments():
                     names = [arg.arg for arg in node.args.args if arg.arg != "self"]
                     extra = {*names[3:], *(arg.arg for arg in node.args.kwonlyargs)}
                     if names[1:] and names[1].endswith("state") and extra:
-                        found[part.name] = extra
+                        found[getattr(part, "name", "")] = extra
     return found
 
 
@@ -398,7 +398,8 @@ UNDER_THEIR_NAME = [name for name in existing("refused") if name not in OTHER_NA
 
 @pytest.mark.parametrize("name", UNDER_THEIR_NAME)
 def test_inside_it_a_scaler_would_be_wrong(name):
-    assert not makes_the_bare_run(*run_inside(name), name)
+    params, state = run_inside(name)
+    assert not makes_the_bare_run(params, state, name)
 
 
 # What the cures in the messages leave to the user.

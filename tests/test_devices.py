@@ -188,7 +188,7 @@ def mean_loss(params, x):
 
 def mapped_step(params, state, x):
     """Each device has its rows; the mean over devices makes the gradient."""
-    varying = jax.tree.map(lambda p: to_varying(p, "d"), params)
+    varying = jax.tree.map(lambda p: to_varying(p, frozenset("d")), params)
     _, grads = dls.value_and_scaled_grad(loss_fn)(varying, x, state=state)
     grads = lax.pmean(grads, "d")
     updates, state = tx.update(grads, state, params)
@@ -312,7 +312,9 @@ class TestPopulation:
 
     def test_scalers_made_varying(self):
         def update(grads):
-            state = jax.tree.map(lambda x: to_varying(x, "d"), sgd.init(grads[:0]))
+            state = jax.tree.map(
+                lambda x: to_varying(x, frozenset("d")), sgd.init(grads[:0])
+            )
             return one_update(sgd, grads, state)
 
         scales, updates = members(update, in_specs=P("d"))(GRADS)
@@ -405,7 +407,9 @@ class TestAxisName:
         tx = dls.dynamic_loss_scaling(optax.sgd(1.0), init_scale=SCALE, axis_name="d")
 
         def update(grads):
-            state = jax.tree.map(lambda x: to_varying(x, "d"), tx.init(grads[:0]))
+            state = jax.tree.map(
+                lambda x: to_varying(x, frozenset("d")), tx.init(grads[:0])
+            )
             return one_update(tx, grads, state)
 
         scales, updates = members(update, in_specs=P("d"))(GRADS)
@@ -415,7 +419,9 @@ class TestAxisName:
         tx = dls.dynamic_loss_scaling(optax.sgd(1.0), init_scale=SCALE, axis_name="d")
 
         def update(grads):
-            state = jax.tree.map(lambda x: to_varying(x, "d"), tx.init(grads[:0]))
+            state = jax.tree.map(
+                lambda x: to_varying(x, frozenset("d")), tx.init(grads[:0])
+            )
             state, updates = lax.scan(
                 lambda state, _: tx.update(grads, state)[::-1], state, length=2
             )
@@ -714,7 +720,7 @@ class TestBugReports:
         """https://github.com/jax-ml/jax/issues/36886"""
 
         def of_the_gradient(p, x, state):
-            varying = to_varying(p, "d")
+            varying = to_varying(p, frozenset("d"))
             _, grads = dls.value_and_scaled_grad(lambda p: p * x[0])(
                 varying, state=state
             )
@@ -749,7 +755,10 @@ class TestLargestGradient:
         needs=("largest_gradient",),
     )
     tx = dls.loss_scaling(optax.sgd(1.0), rule)
-    grads = np.float32([[1, -2], [3, 4], [5, 6], [-70, 8], [np.inf, 10]] + [[0, 0]] * 3)
+    grads = np.array(
+        [[1, -2], [3, 4], [5, 6], [-70, 8], [np.inf, 10], [0, 0], [0, 0], [0, 0]],
+        np.float32,
+    )
 
     def largest(self, grads, state, params=None):
         return self.tx.update(grads, state, params)[1].scaler.rule_state

@@ -35,7 +35,7 @@ def test_a_step_is_serialized_with_its_state(name):
     step, state = jax.jit(step), tx.init(params).scaler
     data = jax.export.export(step)(params, state).serialize()
     again = jax.export.deserialize(bytearray(data)).call(params, state)
-    assert jax.tree.structure(again) == jax.tree.structure(state)
+    assert jax.tree.structure(again) == jax.tree.structure(state)  # type: ignore[operator]
     assert again.loss_scale == step(params, state).loss_scale
 
 

@@ -164,7 +164,7 @@ class TestValueAndScaledGrad:
         kernel = nnx.PathContains("kernel")
         _, grads = dls.value_and_scaled_grad(
             lambda model: jnp.sum(model(X[None])),
-            nnx.DiffState(0, kernel),
+            nnx.DiffState(0, kernel),  # type: ignore[arg-type]
             value_and_grad=nnx.value_and_grad,
         )(model, state=state_of())
         assert list(grads) == ["kernel"]

@@ -34,7 +34,11 @@ MIDWAY = [
     ),
     (
         *("megatron", "random_p0.2_n2_hysteresis2", 34),
-        {"scale": np.float32([2**27]), "growth_tracker": 0, "hysteresis_tracker": 1},
+        {
+            "scale": np.array([2**27], np.float32),
+            "growth_tracker": 0,
+            "hysteresis_tracker": 1,
+        },
     ),
     *(
         (

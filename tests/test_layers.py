@@ -170,11 +170,11 @@ def test_linen():
             return x
 
     def loss(params):
-        return 1e-12 * jnp.sum(Model().apply(params, X) ** 2)
+        return 1e-12 * jnp.sum(jnp.asarray(Model().apply(params, X)) ** 2)
 
     params = Model().init(jax.random.key(0), X)
     grads = jax.jit(jax.grad(loss))(params)
-    assert jax.tree.structure(grads) == jax.tree.structure(params)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)  # type: ignore[operator]
     for grad in jax.tree.leaves(grads):
         assert float(jnp.mean(grad == 0)) == 0.0
 
@@ -317,4 +317,4 @@ def test_an_argument_that_is_no_array_is_refused(bad):
 
 def test_something_that_is_no_layer_is_refused():
     with pytest.raises(TypeError, match="fn must be a layer"):
-        dls.layer_scaling(W)
+        dls.layer_scaling(W)  # type: ignore[arg-type]

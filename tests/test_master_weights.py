@@ -50,8 +50,8 @@ def test_updates_that_round_away_add_up():
 def test_the_parameters_are_exactly_the_rounded_values(dtype, jitted):
     size = 100_000
     rng = np.random.default_rng(0)
-    params = rng.normal(size=size) * 2.0 ** rng.integers(-20, 4, size)
-    params = jnp.asarray(params, dtype)
+    drawn = rng.normal(size=size) * 2.0 ** rng.integers(-20, 4, size)
+    params = jnp.asarray(drawn, dtype)
     # Near and far, with the sign and against it, subnormal numbers and zeros among them.
     factors = rng.choice([-1, 1], size) * 2.0 ** rng.uniform(-12, 12, size)
     target = params.astype(jnp.float32) * jnp.asarray(factors, jnp.float32)

@@ -81,7 +81,8 @@ def test_a_history_that_cannot_be_drawn_is_refused(history, error, message):
 def test_the_histogram_counts_every_entry_above_zero_once():
     grads = {"w": jnp.array([2.0**-20, 2.0**-20, 0.0, 1.0]), "i": jnp.arange(2)}
     (axes,) = plot.exponents(grads).axes
-    heights = np.array([patch.get_height() for patch in axes.patches[:-3]])
+    bars = axes.patches[:-3]
+    heights = np.array([bar.get_height() for bar in bars])  # type: ignore[attr-defined]
     np.testing.assert_allclose(heights.sum(), 100)
     assert sorted(heights[heights > 0].round().tolist()) == [33, 67]
     assert labels(axes) == [

@@ -129,11 +129,11 @@ def compare(system):
         recorded = np.concatenate([[decode(case["start"])], recorded_scales(case)])
         scales = np.concatenate([[start], scales])
         is_outside = ~((recorded >= 2.0**-100) & (recorded <= 2.0**126))
-        inside = np.argmax(is_outside) if is_outside.any() else len(recorded)
+        inside = int(np.argmax(is_outside)) if is_outside.any() else len(recorded)
         recorded, scales = recorded[:inside].astype(np.float32), scales[:inside]
         if np.array_equal(recorded, scales):
-            counts.exact += not is_outside.any()
-            counts.bounded += is_outside.any()
+            counts.exact += int(not is_outside.any())
+            counts.bounded += int(is_outside.any())
             continue
         assert system in OTHER_ARITHMETIC, case["name"]
         assert system == "chainer" or case["name"].startswith("factor1."), case["name"]

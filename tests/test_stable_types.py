@@ -35,7 +35,7 @@ def wrapped(request):
     tx = dls.dynamic_loss_scaling(
         INNER[request.param], init_scale=1024.0, growth_interval=2
     )
-    traces = []
+    traces: list[None] = []
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, grads):

@@ -210,7 +210,7 @@ def test_unjitted_steps_are_traced_once(make, extra):
 
 def test_every_jitted_program_has_a_trace_of_its_own(make):
     """So that what the user's own static arguments change is seen."""
-    rate = {}
+    rate: dict[str, float] = {}
 
     def update(updates, state, params=None):
         return jax.tree.map(lambda u: rate["now"] * u, updates), state

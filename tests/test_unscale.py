@@ -108,7 +108,7 @@ def test_float0_and_integer_leaves_neither_vote_nor_break(make):
 def test_nothing_to_do_is_a_finite_step(make, params, grads):
     tx = make(growth_interval=1)
     updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
-    assert jax.tree.structure(updates) == jax.tree.structure(grads)
+    assert jax.tree.structure(updates) == jax.tree.structure(grads)  # type: ignore[operator]
     assert bool(state.scaler.grads_finite)
     assert float(dls.loss_scale(state)) == 2 * SCALE
 

@@ -165,4 +165,4 @@ class TestNoLossScaling:
         _, state = on.update(params, state, params)
         assert int(optax.tree.get(state, "count")) == 2
         back = off.init(params)._replace(inner_state=state.inner_state)
-        assert jax.tree.structure(back) == jax.tree.structure(old)
+        assert jax.tree.structure(back) == jax.tree.structure(old)  # type: ignore[operator]

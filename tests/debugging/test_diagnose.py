@@ -313,7 +313,7 @@ class TestStalled:
     def test_what_is_no_history_is_refused_before_the_run_stalls(self):
         state = dls.dynamic_loss_scaling(optax.sgd(0.1)).init(jnp.zeros(1))
         with pytest.raises(TypeError, match="must be a History or its arrays"):
-            dls.raise_if_stalled(state, history="run.jsonl")
+            dls.raise_if_stalled(state, history="run.jsonl")  # type: ignore[arg-type]
 
 
 class TestCommand:

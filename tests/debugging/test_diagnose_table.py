@@ -5,6 +5,7 @@ matter of the columns alone they are written down.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ def wrapped(wrapper, knobs, rate):
 @functools.partial(jax.jit, static_argnames="wrapper")
 def run(knobs, wrapper):
     dtype = jnp.float32 if wrapper == "no scaling" else jnp.float16
-    retries = {"max_retries": 3} if wrapper == "retrying" else {}
+    retries: dict[str, Any] = {"max_retries": 3} if wrapper == "retrying" else {}
 
     def loss_fn(params, x, label, factor):
         half = jax.tree.map(lambda p: p.astype(dtype), params)

@@ -1,6 +1,7 @@
 """The scale range test: what is finite, what is lost, where to start."""
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -239,8 +240,12 @@ def test_arrays_are_arguments_of_the_program_and_the_rest_stays_as_it_is():
         return params["scale"] * jnp.mean(y.astype(jnp.float32) ** 2)
 
     batch = {"x": np.ones((8, 16), np.float32), "n": 3}
-    keywords = {"mask": jnp.ones((8, 64)), "names": names, "activation": jnp.tanh}
-    before = jax.config.jax_captured_constants_warn_bytes
+    keywords: dict[str, Any] = {
+        "mask": jnp.ones((8, 64)),
+        "names": names,
+        "activation": jnp.tanh,
+    }
+    before = jax.config.jax_captured_constants_warn_bytes  # type: ignore[attr-defined]
     jax.config.update("jax_captured_constants_warn_bytes", 100)
     try:  # every warning is an error
         search = dls.find_scale(loss, big, batch, "mean", exponents=[0], **keywords)
@@ -296,7 +301,7 @@ class TestModels:
 
     @pytest.mark.parametrize("module", [Block, NoTree])
     def test_an_nnx_module_in_parts(self, module):
-        graphdef, params, rest = nnx.split(module(), nnx.Param, ...)
+        graphdef, params, rest = nnx.split(module(), nnx.Param, ...)  # type: ignore[misc]
 
         def loss(params, rest, x):
             return nnx_loss(nnx.merge(graphdef, params, rest, copy=True), x)

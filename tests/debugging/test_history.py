@@ -510,7 +510,7 @@ class TestErrors:
 
     def test_a_slice(self):
         with pytest.raises(TypeError, match="takes one index"):
-            dls.History()[:2]
+            dls.History()[:2]  # type: ignore[index]
 
 
 def test_a_column_of_text_goes_with_the_steps():
@@ -523,8 +523,8 @@ def test_a_column_of_text_goes_with_the_steps():
     with pytest.raises(ValueError, match="one text for each of the 2 steps, got 1"):
         history.extend(stacked, nonfinite_leaf=["['w']"])
     with pytest.raises(ValueError, match="given twice"):
-        history.extend(stacked | {"leaf": ["a", "b"]}, leaf=["a", "b"])
+        history.extend(stacked | {"leaf": np.array(["a", "b"])}, leaf=["a", "b"])
     with pytest.raises(TypeError, match="a list of strings and None"):
-        history.extend(stacked, leaf=["a", 1])
+        history.extend(stacked, leaf=["a", 1])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="must be a scalar"):
-        history.append(metrics(), leaf=["a"])
+        history.append(metrics(), leaf=["a"])  # type: ignore[arg-type]

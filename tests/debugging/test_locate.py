@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +155,7 @@ def in_vmap(fn):
 
 
 # wrapper -> which calls it must name
-WRAPPERS = {
+WRAPPERS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "plain": (lambda fn: fn, ()),
     "jit": (jax.jit, ("jit(*)",)),
     "nested": (in_nested, ("jit(*)", "scan, iteration 3", "jit(*)")),
@@ -347,7 +348,7 @@ class TestHealthy:
     def test_an_inf_in_another_row_is_fine(self):
         def fn(x):
             rows = jnp.log(x)
-            return lax.scan(lambda c, row: (c + row, None), 0.0, rows)[0]
+            return lax.scan(lambda c, row: (c + row, None), jnp.float32(0), rows)[0]
 
         fault = dls.locate_nonfinite(fn, jnp.array([1.0, 0.0, 1.0]))
         assert fault.name == "log"
@@ -467,7 +468,7 @@ class TestInputs:
 
     def test_refuses_what_it_cannot_look_at(self):
         with pytest.raises(TypeError, match="fn must be a function, got Array"):
-            dls.locate_nonfinite(jnp.ones(2))
+            dls.locate_nonfinite(jnp.ones(2))  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="call it outside"):
             jax.jit(functools.partial(dls.locate_nonfinite, jnp.exp))(jnp.ones(2))
         with pytest.raises(TypeError, match="call it outside"):

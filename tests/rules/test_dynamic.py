@@ -37,7 +37,7 @@ def plain_model(rule_settings, finite, refill="growth"):
             if left <= 0:
                 scale *= np.float32(rule_settings["backoff_factor"])
                 if not has_backed_off:
-                    threshold = max(scale, np.float32(low))
+                    threshold = float(max(scale, np.float32(low)))
                 has_backed_off = True
                 left = tolerance if refill == "backoff" else left
             elif not has_backed_off:

@@ -65,4 +65,4 @@ def test_the_recovery_threshold_is_that_of_the_first_backoff(scales_of):
 
 def test_an_unknown_refill_is_refused():
     with pytest.raises(ValueError, match="must be 'growth', 'finite' or 'backoff'"):
-        dls.rules.dynamic(hysteresis=2, hysteresis_refill="never")
+        dls.rules.dynamic(hysteresis=2, hysteresis_refill="never")  # type: ignore[arg-type]

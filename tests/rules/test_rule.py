@@ -65,7 +65,9 @@ def test_may_keep_any_tree_and_start_from_any_number(start, scale):
 
 
 def test_is_blamed_itself_where_it_changes_its_state():
-    rule = dls.rules.Rule(lambda: (8.0, ()), lambda finite, scale, state: (scale, 1))
+    rule = dls.rules.Rule(
+        lambda: (jnp.float32(8), ()), lambda finite, scale, state: (scale, 1)
+    )
     tx = dls.loss_scaling(optax.sgd(1.0), rule)
     with pytest.raises(ValueError, match="rule.update must return a state of the str"):
         tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
