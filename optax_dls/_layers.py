@@ -149,11 +149,10 @@ def _first_scale(cotangents: optax.Updates) -> jax.Array:
         largest_finite(cotangents), jnp.float32(1), axis_name=None
     )
     _, exponent = jnp.frexp(largest)
-    # So that the reciprocal of the scale is a normal number too. The scale of the largest
-    # float32 number, 2**-123, needs no bound from below.
-    exponent = jnp.minimum(LOG2_LARGEST_COTANGENT - exponent, 120)
-    scale = jnp.ldexp(jnp.ones_like(largest), exponent)
-    return jnp.where(largest > 0, scale, 1.0)
+    # The reciprocal of 2**127 is no normal number. From below there is no such limit: the
+    # scale of the largest float32 number is 2**-123.
+    exponent = jnp.minimum(LOG2_LARGEST_COTANGENT - exponent, 126)
+    return jnp.ldexp(jnp.ones_like(largest), exponent)
 
 
 def _first_finite(
