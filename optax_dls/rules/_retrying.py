@@ -100,7 +100,7 @@ def retrying(rule: Rule) -> Rule:
         before = lax.fori_loop(0, pending, after_overflow, (loss_scale, inside))
         after = after_attempt(pending, grads_finite, before)
         if "updates_rule" not in rule.needs:
-            updates_rule = step_info["updates_rule"]
+            updates_rule = step_info.get("updates_rule", jnp.array(True))
             after = jax.tree.map(
                 lambda new, old: jnp.where(updates_rule, new, old), after, before
             )

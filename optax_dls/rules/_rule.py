@@ -1,7 +1,6 @@
 """What a rule is, and the bounds of every scale."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -44,8 +43,8 @@ class Rule(NamedTuple):
           step skip, so that no scale could have helped. A rule that does not ask for it
           is not updated there; one that does is, and has to leave its scale alone.
 
-      settings: the numbers that ``init_scale``, ``min_scale``, ``max_scale`` and
-        ``growth_interval`` were given, as far as the rule has them, for a
+      settings: pairs of a name and its number, of ``init_scale``, ``min_scale``,
+        ``max_scale`` and ``growth_interval`` as far as the rule has them, for a
         :class:`History` to record. A rule works without.
 
     Example:
@@ -67,4 +66,4 @@ class Rule(NamedTuple):
     init: Callable[[], tuple[jax.Array, optax.OptState]]
     update: Callable[..., tuple[jax.Array, optax.OptState]]
     needs: tuple[str, ...] = ()
-    settings: Mapping[str, float] = MappingProxyType({})
+    settings: tuple[tuple[str, float], ...] = ()

@@ -68,13 +68,13 @@ def steps(interval: ArrayLike, largest: int = 2**31 - 1) -> Scalar:
     return jnp.clip(interval, 1, largest).astype(jnp.int32)
 
 
-def known(**settings: ArrayLike | None) -> dict[str, float]:
-    """The settings that are numbers, not arrays or tracers."""
-    return {
-        name: float(value)  # type: ignore[arg-type]
+def known(**settings: ArrayLike | None) -> tuple[tuple[str, float], ...]:
+    """The settings that are numbers, not arrays or tracers; so that rules can be hashed."""
+    return tuple(
+        (name, float(value))  # type: ignore[arg-type]
         for name, value in settings.items()
         if isinstance(value, numbers.Real)
-    }
+    )
 
 
 def check(
