@@ -41,8 +41,10 @@ def by_hand(exponents, weight):
 def test_tells_what_is_finite_and_what_is_lost_at_each_scale():
     exponents = range(-4, 30, 3)
     search = dls.find_scale(loss_fn, W, X, jnp.float16, 1e-5, exponents=exponents)
-    finite, kept = by_hand(exponents, 1e-5)
-    assert np.log2(search.scales).tolist() == list(exponents)
+    tried = [int(exponent) for exponent in np.log2(search.scales)]
+    recommended = {int(np.log2(search.recommended))}  # tried as well
+    assert set(tried) == set(exponents) | recommended
+    finite, kept = by_hand(tried, 1e-5)
     assert search.finite.tolist() == finite
     most = max(k for k, f in zip(kept, finite, strict=True) if f)
     np.testing.assert_allclose(
