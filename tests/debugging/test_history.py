@@ -47,7 +47,7 @@ def same(history, other):
 
 
 class TestReports:
-    def test_br93_loss_and_gradient_norm_are_the_true_ones(self):
+    def test_loss_and_gradient_norm_are_the_true_ones(self):
         """https://github.com/wandb/wandb/issues/9092"""
         tx = dls.static_loss_scaling(optax.sgd(0.1), 1024.0)
         params = jnp.zeros(2)
@@ -62,7 +62,7 @@ class TestReports:
         assert history[0]["norm"] == 5.0
         assert history[0]["loss_scale"] == 1024.0
 
-    def test_br94_the_mean_over_applied_steps_is_finite(self):
+    def test_the_mean_over_applied_steps_is_finite(self):
         """https://github.com/microsoft/Swin-Transformer/issues/47"""
         steps = [([1.0, 0.0], 1.0), ([np.inf, 0.0], 1.0), ([0.0, 3.0], 1.0)]
         columns = train(steps).arrays()
@@ -70,7 +70,7 @@ class TestReports:
         applied = columns["consecutive_skips"] == 0
         assert columns["norm"][applied].mean() == 2.0
 
-    def test_br95_a_loss_that_was_nan_is_reported_as_nan(self, tmp_path):
+    def test_a_loss_that_was_nan_is_reported_as_nan(self, tmp_path):
         """https://github.com/huggingface/trl/issues/6702"""
         steps = [([1.0, 0.0], 1.0), ([np.nan, 0.0], np.nan), ([1.0, 0.0], 1.0)]
         history = train(steps)
@@ -81,7 +81,7 @@ class TestReports:
             assert columns["consecutive_skips"].tolist() == [0, 1, 0]
             assert columns["total_skips"].tolist() == [0, 1, 1]
 
-    def test_br100_appending_does_not_wait_for_the_device(self):
+    def test_appending_does_not_wait_for_the_device(self):
         """https://github.com/huggingface/accelerate/issues/1714
 
         The step still computes when its loss has been appended.
@@ -104,7 +104,7 @@ class TestReports:
         assert len(history.arrays()["loss"]) == 4
         assert loss.is_ready()
 
-    def test_br100_only_reading_converts(self, monkeypatch):
+    def test_only_reading_converts(self, monkeypatch):
         """https://github.com/huggingface/accelerate/issues/1714"""
         reads, device_get = [], jax.device_get
 
