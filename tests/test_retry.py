@@ -333,8 +333,14 @@ def test_the_operations_are_named_in_profiles():
         .lower(W)
         .as_text(debug_info=True)
     )
-    for name in ("retry/while/body/jvp(scale_loss)/mul", "check_finite/is_finite"):
-        assert name in text
+    loop = "retry/while/body"
+    # The transposed product: newer versions of JAX drop the forward one, which nobody reads.
+    for name in (
+        "transpose(jvp(scale_loss))/mul",
+        "rescale/mul",
+        "check_finite/is_finite",
+    ):
+        assert f"{loop}/{name}" in text
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
