@@ -84,7 +84,8 @@ def check_state(state: LossScalingState, rule: rules.Rule) -> None:
             f"rule_state is a {type(state.scaler.rule_state).__name__}, not a "
             f"{type(expected).__name__}. Move a run from one wrapper or rule to another by "
             "new = tx.init(params)._replace(inner_state=old.inner_state), and "
-            "optax.tree.set(new, loss_scale=loss_scale(old)) for its scale."
+            "optax.tree.set(new, loss_scale=loss_scale(old)) for its scale, unless that has "
+            "sunk."
         )
 
 

@@ -22,7 +22,7 @@ class ScalerState(NamedTuple):
       consecutive_skips: skipped steps since the last applied one. Above 0 exactly
         if the last step was skipped.
       total_skips: skipped steps since ``init``. Both counters saturate at 2**31 - 1.
-      rule_state: what the rule remembers, for instance a ``DynamicRuleState``.
+      rule_state: what the rule remembers, for instance a ``LevelRuleState``.
     """
 
     loss_scale: jax.Array  # shape=(), dtype=float32
@@ -146,6 +146,7 @@ for _state in (
     rules.DynamicRuleState,
     rules.GradualRuleState,
     rules.HysteresisRuleState,
+    rules.LevelRuleState,
     rules.LogNormalRuleState,
     rules.NoScalingState,
     rules.OverflowRateRuleState,

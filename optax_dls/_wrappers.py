@@ -36,9 +36,9 @@ def dynamic_loss_scaling(
     """Wraps an optimizer for float16 training: the scale finds its own size.
 
     ``loss_scaling(inner, rules.dynamic(...))``: the scale doubles after 2000 finite
-    steps in a row; a step whose gradients overflow is skipped and halves it; after a
-    burst of them it is back soon. See :func:`rules.dynamic` for the rule and the reasons
-    of its defaults, and
+    steps. A step whose gradients overflow is skipped and halves it. The scale returns to
+    its level, unless the level itself is too high, so bad batches do not push it down. See
+    :func:`rules.dynamic` for the rule and the reasons of its defaults, and
     :func:`loss_scaling` for the skip.
 
     Args:
@@ -46,9 +46,9 @@ def dynamic_loss_scaling(
       init_scale: the first scale.
       growth_factor: what the scale is multiplied by when it grows, at least 1.
       backoff_factor: what it is multiplied by at an overflow, between 0 and 1.
-      growth_interval: finite steps in a row before it grows.
-      recovery_interval: the same while it recovers from several overflows in a row;
-        None for no recovery.
+      growth_interval: finite steps before it grows above its level.
+      recovery_interval: finite steps at each scale on the way back to the level; None for
+        the classic rule, which has no level.
       min_scale: the floor.
       max_scale: the ceiling.
       hysteresis: overflows before the scale backs off; None is 1.

@@ -16,11 +16,12 @@ import numpy as np
 
 from ._lookup import scaler_state, with_scaler
 from ._scaler_state import ScalerState
-from .rules import DynamicRuleState, HysteresisRuleState, _settings
+from .rules import DynamicRuleState, HysteresisRuleState, LevelRuleState, _settings
 
 __all__ = ("export_scaler", "import_scaler")
 
 Tree = TypeVar("Tree")
+Counting = DynamicRuleState | HysteresisRuleState | LevelRuleState
 
 
 class Counters(NamedTuple):
@@ -160,7 +161,11 @@ def import_scaler(system: str, saved: Mapping[str, Any], state: Tree) -> Tree:
     _settings.check_scale("scale", counters.loss_scale)
     scaler = scaler_state(state)
     _rule_state(scaler)
-    new = {**counters._asdict(), "growth_count": max(counters.growth_count, 0)}
+    count = max(counters.growth_count, 0)
+    new = {**counters._asdict(), "growth_count": count}
+    # The other systems count from the last overflow or growth, and their scale is settled.
+    new |= {"finite_steps": count, "failures": 0}
+    new |= dict.fromkeys(("level", "last_scale"), counters.loss_scale)
 
     def put(old: jax.Array, name: str) -> jax.Array:
         return jax.device_put(np.asarray(new[name], old.dtype), old.sharding)
@@ -188,8 +193,8 @@ def export_scaler(system: str, state: object, **settings: float) -> dict[str, An
         ``scale_window`` for DeepSpeed. The default is that of the system.
 
     Returns:
-      A dict of plain numbers, for torch's ``GradScaler.load_state_dict`` and the like. A
-      scale that is recovering from a streak of overflows is exported with a count of 0.
+      A dict of plain numbers, for torch's ``GradScaler.load_state_dict`` and the like. Its
+      count is that of the finite steps in a row at this scale.
 
       Megatron's ``load_state_dict`` needs a tensor as scale. The dict holds a float32
       array of shape (1,): set ``saved["scale"] = torch.from_numpy(saved["scale"])``.
@@ -220,7 +225,7 @@ def export_scaler(system: str, state: object, **settings: float) -> dict[str, An
     left = getattr(rule_state, "overflows_left", None)
     counters = Counters(
         float(scaler.loss_scale),
-        max(int(rule_state.growth_count), 0),
+        _growth_count(scaler, rule_state),
         None if left is None else int(left),
     )
     return {**entry.write(counters), **entry.settings, **settings}
@@ -249,11 +254,22 @@ def _entry(system: str) -> System:
     return SYSTEMS[system]
 
 
-def _is_counting(node: object) -> TypeGuard[DynamicRuleState | HysteresisRuleState]:
-    return isinstance(node, DynamicRuleState | HysteresisRuleState)
+def _growth_count(scaler: ScalerState, rule_state: Counting) -> int:
+    """Finite steps in a row since the last growth or overflow, as the others count them."""
+    count = max(int(rule_state.growth_count), 0)
+    if (
+        not isinstance(rule_state, LevelRuleState)
+        or scaler.loss_scale > rule_state.level
+    ):
+        return count
+    return min(count, max(int(rule_state.finite_steps), 0))
 
 
-def _rule_state(scaler: ScalerState) -> DynamicRuleState | HysteresisRuleState:
+def _is_counting(node: object) -> TypeGuard[Counting]:
+    return isinstance(node, Counting)
+
+
+def _rule_state(scaler: ScalerState) -> Counting:
     """The state of the dynamic rule of one scaler, also inside another rule's state."""
     if isinstance(scaler.loss_scale, jax.core.Tracer):
         raise TypeError(

@@ -224,12 +224,19 @@ def test_a_run_that_is_killed_20_times_equals_one_that_is_not(tmp_path):
     assert len(end) > 100
 
 
-def test_a_state_that_version_0_1_0_wrote_still_loads():
+@pytest.fixture(scope="module")
+def state_of_0_1_0():
     """The fixture is never written anew: field names are the checkpoint format."""
-    params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2, jnp.float16)}
-    template = dls.dynamic_loss_scaling(optax.adam(1e-2)).init(params)
+    classic = dls.dynamic_loss_scaling(optax.adam(1e-2), recovery_interval=None)
     saved = (HERE / "state_0_1_0.msgpack").read_bytes()
-    state = flax.serialization.from_bytes(template, saved)
+    return flax.serialization.from_bytes(classic.init(PARAMS), saved)
+
+
+PARAMS = {"w": jnp.ones((2, 2)), "b": jnp.ones(2, jnp.float16)}
+
+
+def test_a_state_that_version_0_1_0_wrote_still_loads(state_of_0_1_0):
+    state = state_of_0_1_0
     assert float(state.scaler.loss_scale) == 2.0**14
     assert not bool(state.scaler.grads_finite)
     assert int(state.scaler.consecutive_skips) == 1
@@ -237,12 +244,26 @@ def test_a_state_that_version_0_1_0_wrote_still_loads():
     assert int(state.scaler.rule_state.growth_count) == 0
     assert int(optax.tree.get(state, "count")) == 3
     np.testing.assert_allclose(optax.tree.get(state, "mu")["b"], 0.271, rtol=1e-5)
-    _, state = dls.dynamic_loss_scaling(optax.adam(1e-2)).update(params, state, params)
+    classic = dls.dynamic_loss_scaling(optax.adam(1e-2), recovery_interval=None)
+    _, state = classic.update(PARAMS, state, PARAMS)
     assert int(state.scaler.total_skips) == 2
 
 
+def test_it_moves_over_to_the_default_rule_with_its_scale(state_of_0_1_0):
+    old, tx = state_of_0_1_0, dls.dynamic_loss_scaling(optax.adam(1e-2))
+    with pytest.raises(TypeError, match=r"not a LevelRuleState.*_replace"):
+        tx.update(PARAMS, old, PARAMS)
+    new = tx.init(PARAMS)._replace(inner_state=old.inner_state)
+    new = optax.tree.set(new, loss_scale=dls.loss_scale(old))
+    _, new = tx.update(PARAMS, new, PARAMS)
+    assert float(dls.loss_scale(new)) == 2.0**14
+    assert float(optax.tree.get(new, "level")) == 2.0**14
+    assert int(optax.tree.get(new, "count")) == 4
+
+
 RULES = {
-    "recovering": dls.rules.dynamic(init_scale=1024.0, recovery_interval=4),
+    "level": dls.rules.dynamic(init_scale=1024.0, recovery_interval=2),
+    "classic": dls.rules.dynamic(growth_interval=3, recovery_interval=None),
     "hysteresis": dls.rules.dynamic(hysteresis=3, growth_interval=4),
     "overflow rate": dls.rules.overflow_rate(
         tolerance=0.3, growth_interval=4, interval_follows_scale=True
@@ -278,7 +299,9 @@ def steps_of_all_rules(states, first, last):
 def test_what_every_rule_remembers_is_saved(tmp_path, format):
     start = {name: tx.init(start_params()) for name, tx in WRAPPERS.items()}
     middle, end = (steps_of_all_rules(start, 0, last) for last in (5, 12))
-    assert int(middle["recovering"].scaler.rule_state.growth_count) == -2
+    returning = middle["level"].scaler.rule_state
+    assert (float(returning.level), int(returning.finite_steps)) == (1024.0, 0)
+    assert float(dls.loss_scale(middle["level"])) == 512.0
     save(format, tmp_path / "at", middle)
     resumed = steps_of_all_rules(load(format, tmp_path / "at", start), 5, 12)
     for value, expected in zip(leaves_of(resumed), leaves_of(end), strict=True):
@@ -292,6 +315,13 @@ def test_what_every_rule_remembers_is_saved(tmp_path, format):
         (
             dls.ScalerState,
             "loss_scale grads_finite consecutive_skips total_skips rule_state",
+        ),
+        (
+            dls.rules.LevelRuleState,
+            (
+                "level last_scale growth_count finite_steps test_steps failures "
+                "trial_interval overflows_left"
+            ),
         ),
         (dls.rules.DynamicRuleState, "growth_count"),
         (dls.rules.HysteresisRuleState, "growth_count overflows_left"),

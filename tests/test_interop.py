@@ -128,7 +128,8 @@ def test_out_and_in_again_is_the_same_state(system, name, steps, saved):
 
 def test_flax_and_jmp_take_what_is_exported_and_give_it_back(state):
     five = {"loss_scale": jnp.float32(512), "growth_count": jnp.int32(5)}
-    old, state = state, optax.tree.set(state, **five)
+    saved = dict(zip(("loss_scale", "counter"), five.values(), strict=True))
+    old, state = state, dls.interop.import_scaler("jmp", saved, state)
     exported = dls.interop.export_scaler("flax", state)
     as_flax = flax.serialization.from_state_dict(DynamicScale(), exported)
     assert (as_flax.scale, as_flax.fin_steps) == (512.0, 5)
@@ -227,11 +228,34 @@ def test_a_number_that_cannot_be_right_is_refused(key, value, message, state):
 
 
 @pytest.mark.parametrize("system", dls.interop.SYSTEMS)
-def test_a_recovering_scale_goes_out_with_a_count_of_zero(system, state):
-    state = optax.tree.set(state, growth_count=jnp.int32(-30))
+def test_a_scale_below_its_level_goes_out_with_its_own_finite_steps(system):
+    tx = dls.dynamic_loss_scaling(optax.sgd(1.0), recovery_interval=5)
+    state = tx.init(jnp.zeros(()))
+    for grads in (1.0,) * 6 + (jnp.inf, 1.0, 1.0):
+        _, state = tx.update(jnp.asarray(grads), state)
+    assert int(optax.tree.get(state, "growth_count")) == 8
     exported = dls.interop.export_scaler(system, state)
     counts = ("_growth_tracker", "growth_tracker", "fin_steps", "counter", "cur_iter")
-    assert [exported[key] for key in counts if key in exported] == [0]
+    assert [exported[key] for key in counts if key in exported] == [2]
+
+
+def test_a_tolerated_overflow_ends_the_finite_steps_in_a_row():
+    tx = dls.dynamic_loss_scaling(optax.sgd(1.0), hysteresis=2)
+    state = tx.init(jnp.zeros(()))
+    for grads in (1.0, 1.0, jnp.inf, 1.0):
+        _, state = tx.update(jnp.asarray(grads), state)
+    exported = dls.interop.export_scaler("megatron", state)
+    assert (exported["growth_tracker"], exported["hysteresis_tracker"]) == (1, 1)
+
+
+def test_under_the_default_rule_an_imported_scale_is_the_level():
+    tx = dls.dynamic_loss_scaling(optax.sgd(1.0), growth_interval=5)
+    saved = {"scale": 64.0, "fin_steps": 4}
+    state = dls.interop.import_scaler("flax", saved, tx.init(jnp.zeros(())))
+    assert float(optax.tree.get(state, "level")) == 64.0
+    _, state = tx.update(jnp.array(1.0), state)
+    assert float(dls.loss_scale(state)) == 128.0
+    assert dls.interop.export_scaler("flax", state)["fin_steps"] == 0
 
 
 def test_reaches_the_scaler_in_any_state_and_keeps_its_sharding():

@@ -1,6 +1,7 @@
 """Retries: a batch that overflows is computed again at a lower scale, in the same step."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,9 @@ def test_the_scale_moves_as_if_each_attempt_had_been_a_step():
     rng = np.random.default_rng(0)
     batches = [jnp.float32(2.0**e) for e in rng.integers(-8, 9, 60)]
     sgd = optax.sgd(2.0**-10)  # so slow that the loss itself stays finite
-    tx, plain = make(sgd), dls.dynamic_loss_scaling(sgd, growth_interval=3)
+    # The classic rule, which backs off at every overflow, as the retries do.
+    classic: dict[str, Any] = {"growth_interval": 3, "recovery_interval": None}
+    tx, plain = make(sgd, **classic), dls.dynamic_loss_scaling(sgd, **classic)
 
     @jax.jit
     def attempt(w, state, x):

@@ -1,11 +1,12 @@
 """Rules: how the loss scale moves. Pure functions on scalars, no trees."""
 
-from ._dynamic import DynamicRuleState as DynamicRuleState
+from ._classic import DynamicRuleState as DynamicRuleState
 from ._dynamic import dynamic as dynamic
 from ._gradual import GradualRuleState as GradualRuleState
 from ._gradual import gradual as gradual
 from ._hysteresis import HysteresisRuleState as HysteresisRuleState
 from ._hysteresis import Refill as Refill
+from ._level import LevelRuleState as LevelRuleState
 from ._log_normal import LogNormalRuleState as LogNormalRuleState
 from ._log_normal import log_normal as log_normal
 from ._overflow_rate import OverflowRateRuleState as OverflowRateRuleState
@@ -21,6 +22,7 @@ __all__ = (
     "DynamicRuleState",
     "GradualRuleState",
     "HysteresisRuleState",
+    "LevelRuleState",
     "LogNormalRuleState",
     "NoScalingState",
     "OverflowRateRuleState",

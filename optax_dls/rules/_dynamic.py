@@ -1,7 +1,6 @@
-"""The usual rule: grow after finite steps in a row, back off at an overflow."""
+"""The usual rule: grow after many finite steps, back off at an overflow."""
 
 import numbers
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +8,9 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from . import _hysteresis, _settings
+from . import _classic, _hysteresis, _level, _settings
 from ._hysteresis import HysteresisRuleState, Refill
+from ._movement import Movement
 from ._rule import (
     DEFAULT_GROWTH_INTERVAL,
     DEFAULT_INIT_SCALE,
@@ -19,21 +19,6 @@ from ._rule import (
     DEFAULT_RECOVERY_INTERVAL,
     Rule,
 )
-
-# The count of a recovery stops here, so that it never wraps around int32.
-LOWEST_COUNT = -(2**30)
-
-
-class DynamicRuleState(NamedTuple):
-    """State of :func:`dynamic`.
-
-    Attributes:
-      growth_count: finite steps since the last growth or overflow. A negative count
-        means that the scale is recovering: after that many finite steps it is back
-        where the first overflow of the streak left it.
-    """
-
-    growth_count: jax.Array  # shape=(), dtype=int32
 
 
 def dynamic(
@@ -49,10 +34,48 @@ def dynamic(
     hysteresis_refill: Refill = "growth",
     gradient_limit: ArrayLike | None = None,
 ) -> Rule:
-    r"""Grows after N finite steps in a row, backs off at every overflow.
+    r"""Grows after N finite steps, backs off at an overflow, and returns to its level.
 
-    With the scale :math:`S_t`, the count :math:`c_t` of finite steps since the last
-    growth or overflow, and N the growth interval:
+    On a quiet run it is the usual rule: the scale doubles after 2000 finite steps, and an
+    overflow that follows halves it. A bad batch now and then does not push it down, as long
+    as R finite steps or more come for each of them. The usual rule counts finite steps in a
+    row, and sinks to its floor.
+
+    The level is the scale that has proved itself. At first it is ``init_scale``, which is
+    untried until the first finite step: before that each overflow lowers the level.
+    Let N be the growth interval, R the recovery interval, t the finite steps in a row at the
+    present scale, and n the trial interval, at first N. To grow and to back off are one
+    multiplication by a factor. Growth stops at the level, except for a trial.
+
+    At the level.
+      The growth count is the number of finite steps since the last trial began or failed.
+      When it is n or more, and t is R or more, a trial begins: the scale grows above its
+      level.
+    On trial.
+      Let t be what it was when the trial began. When the new scale has lasted min(t, n) / 2
+      finite steps, it is the level. Then n becomes N if it was above N / 2; else it is
+      halved, to 5 R at least. If the scale overflows before, it backs off, and n is doubled,
+      to N at most. If n was N already and the first step of the trial was finite, n is
+      3 N / 4, so that periodic bad batches do not meet every trial.
+    An overflow at the level, or on the way back.
+      It is a failure. The scale backs off and is *watched*: it grows after 3 t finite steps,
+      at least R and at most N. At the fourth failure the level is given up instead: the
+      lower scale is the level, the growth count is 0, and n is 100 t, at least 5 R and at
+      most N.
+    An overflow of a watched scale.
+      The scale above was not to blame: failures are counted anew. If no finite step came
+      between, the scale backs off again, and is watched for R finite steps. If one came, the
+      scale stays, and grows after the next finite step.
+    On the way back, below the level and not watched.
+      The scale grows after R finite steps. Then failures are counted anew, as when a trial
+      begins.
+
+    A scale that is set from outside is the level, untried, from then on:
+    ``optax.tree.set(state, loss_scale=...)``. ``benchmarks/rules.py`` shows what all this
+    gains.
+
+    ``recovery_interval=None`` gives the classic rule, that of PyTorch. With the scale
+    :math:`S_t`, and the count :math:`c_t` of finite steps since the last growth or overflow:
 
     .. math::
 
@@ -64,41 +87,34 @@ def dynamic(
         (S_t,\ c_t + 1) & \text{otherwise}
       \end{cases}
 
-    where clip keeps the scale in [min_scale, max_scale].
-
-    Several overflows in a row are a streak, often a burst of bad batches. Let S be the scale
-    at which it began. After a streak the scale recovers, as in TCP's slow start: it grows
-    every ``recovery_interval`` finite steps until it is back at
-    :math:`S \cdot \text{backoff\_factor}`, where a single overflow would have left it.
-    From there on it grows every N finite steps again. An overflow during the recovery ends
-    it. Where ``growth_factor`` and ``backoff_factor`` do not undo each other, the recovery
-    ends a little below its goal.
-
     Args:
       init_scale: the first scale. 2**15 is the largest power of two that float16
         holds. A start that is too high costs one skipped step for each halving.
       growth_factor: at least 1 (1 never grows). 2 keeps the scale a power of two,
         so that scaling and unscaling are exact.
       backoff_factor: between 0 and 1, both excluded. 0.5, for the same reason.
-      growth_interval: N, a whole number of at least 1. In the steady state every
-        growth leads to an overflow, so one step in N + 1 is skipped: 0.05 % at 2000.
-      recovery_interval: the growth interval while the scale recovers, a whole number of
-        at least 1. ``growth_interval`` is used where it is shorter. None turns recovery
-        off. ``benchmarks/rules.py`` shows what the default of 10 gains.
+      growth_interval: N, a whole number of at least 1: finite steps before the scale
+        grows above its level. In the steady state every such growth leads to an overflow, so
+        one step in N + 1 is skipped: 0.05 % at 2000.
+      recovery_interval: R, finite steps at each scale on the way back to the level, a
+        whole number of at least 1. ``growth_interval`` is used where it is shorter. 10 makes
+        a burst of 20 bad batches good in 200 steps. After a lone overflow at the level it is
+        3 t. None gives the classic rule.
       min_scale: the floor. A scale of 2**-14 still fits a loss far above the range of
         float16, and it is 14 growths away from 1.
       max_scale: the ceiling. A loss of order one overflows float16 long before 2**32,
         and 2**32 is far from the end of float32. A loss of tiny weight may need more.
       hysteresis: how many overflows it takes until the scale backs off, a whole number
-        of at least 1. Each of them is skipped all the same. None means 1.
+        of at least 1. Each of them is skipped all the same, and ends the finite steps in a
+        row. None means 1.
       hysteresis_refill: what restores the number of overflows left. ``"growth"``: only
         a growth of the scale (as in Megatron). ``"finite"``: every finite step (apex).
         ``"backoff"``: every finite step and every backoff (Paddle), so the scale backs
         off at each n-th overflow in a row.
       gradient_limit: the largest magnitude that gradients can hold, 65504 where they are
         computed in float16. The scale does not grow where it would take the largest
-        gradient of the step above the limit; a new interval begins instead. This saves
-        at most one step in N + 1. It needs ``largest_gradient``, which is a second read
+        gradient of the step above the limit. A trial waits for a new interval then, and
+        the way back twice as long as before. So a growth rarely costs a step. It needs ``largest_gradient``, which is a second read
         of the gradients, so the default is None: no limit.
 
     Settings may be arrays or tracers, as ``optax.inject_hyperparams`` passes them. A
@@ -107,9 +123,9 @@ def dynamic(
     finite is replaced by the default, since float16 cannot hold a large scale.
 
     Returns:
-      A :class:`Rule` whose state is a :class:`DynamicRuleState`, or a
-      :class:`HysteresisRuleState` where ``hysteresis`` is an array or above 1. If
-      ``update`` is called without ``last_finite``, no overflow belongs to a streak.
+      A :class:`Rule` whose state is a :class:`LevelRuleState`. Without a
+      ``recovery_interval`` it is a :class:`DynamicRuleState`, or a
+      :class:`HysteresisRuleState` where ``hysteresis`` is an array or above 1.
 
     Raises:
       TypeError: an argument is not a real number (bool is not), or a number of steps or
@@ -131,8 +147,7 @@ def dynamic(
 
     References:
       Micikevicius et al., `Mixed Precision Training
-      <https://arxiv.org/abs/1710.03740>`_, 2018; Jacobson, `Congestion Avoidance and
-      Control <https://doi.org/10.1145/52325.52356>`_, 1988
+      <https://arxiv.org/abs/1710.03740>`_, 2018
     """
     _settings.check_scales(init_scale, min_scale, max_scale)
     _settings.check_factors(growth_factor, backoff_factor)
@@ -145,7 +160,7 @@ def dynamic(
         _settings.check_steps(
             "recovery_interval",
             recovery_interval,
-            "Use 10, or None for the rule without recovery.",
+            "Use 10, or None for the classic rule, which does not return to a level.",
         )
     if hysteresis is not None:
         _settings.check_steps(
@@ -161,80 +176,52 @@ def dynamic(
     allowed: ArrayLike = 1 if hysteresis is None else hysteresis
     has_hysteresis = not (isinstance(allowed, numbers.Integral) and allowed == 1)
 
-    def clip(loss_scale: ArrayLike) -> jax.Array:
-        return _settings.clip(loss_scale, min_scale, max_scale)
-
-    def intervals() -> tuple[_settings.Scalar, jax.Array | None]:
-        interval = _settings.steps(growth_interval)
-        if recovery_interval is None:
-            return interval, None
-        return interval, jnp.minimum(_settings.steps(recovery_interval), interval)
-
     def init() -> tuple[jax.Array, optax.OptState]:
         first_scale = _settings.first_scale(init_scale, min_scale, max_scale)
+        left = jnp.asarray(_settings.steps(allowed))
+        if recovery_interval is not None:
+            return first_scale, _level.first_state(first_scale, left)
         count = jnp.zeros((), jnp.int32)
-        if not has_hysteresis:
-            return first_scale, DynamicRuleState(growth_count=count)
-        return first_scale, HysteresisRuleState(
-            count, jnp.asarray(_settings.steps(allowed))
-        )
+        if has_hysteresis:
+            return first_scale, HysteresisRuleState(count, left)
+        return first_scale, _classic.DynamicRuleState(count)
 
     def update(
         grads_finite: jax.Array,
         loss_scale: jax.Array,
         rule_state: optax.OptState,
         *,
-        last_finite: ArrayLike = True,
         largest_gradient: ArrayLike = 0.0,
     ) -> tuple[jax.Array, optax.OptState]:
-        growth = _settings.clamp(growth_factor, 1, np.inf)
-        backoff = _settings.clamp(backoff_factor, 0, 1)
-        interval, recovery = intervals()
-        grown, backed_off = loss_scale * growth, clip(loss_scale * backoff)
-
-        count = rule_state.growth_count
-        # last_finite speaks of the previous step even if its loss was not finite, and the
-        # rule was not updated then. A count above 0 follows a finite step all the same.
-        was_finite = jnp.asarray(last_finite) | (count > 0)
-        if recovery is None:  # a restored state may have been recovering
-            count = jnp.maximum(count, 0)
-        fits: ArrayLike = True
-        if gradient_limit is not None:
-            limit = _settings.float32(gradient_limit)
-            fits = clip(grown) * largest_gradient <= limit
-        grows, finite_count = _count_finite(
-            count, interval, recovery, last_finite=was_finite, fits=fits
+        interval = _settings.steps(growth_interval)
+        recovery = interval if recovery_interval is None else recovery_interval
+        move = Movement(
+            growth_factor=_settings.clamp(growth_factor, 1, np.inf),
+            backoff_factor=_settings.clamp(backoff_factor, 0, 1),
+            bounds=(min_scale, max_scale),
+            growth_interval=interval,
+            recovery_interval=_settings.steps(jnp.minimum(recovery, interval)),
+            largest_gradient=largest_gradient,
+            gradient_limit=gradient_limit,
         )
-        backs_off, is_first = jnp.array(True), was_finite
+        way = _classic if recovery_interval is None else _level
+        left, backs_off = None, jnp.array(True)
         if has_hysteresis:
-            left, backs_off, is_first = _hysteresis.count_overflow(
-                rule_state.overflows_left, allowed, hysteresis_refill, was_finite
+            left, backs_off = _hysteresis.count_overflow(
+                rule_state.overflows_left, allowed, hysteresis_refill
             )
-        streak_count = jnp.where(was_finite, 0, jnp.minimum(count, 0))
-        if recovery is not None:
-            way_back = _steps_back(backed_off, loss_scale, growth, recovery)
-            way_back = jnp.where(backs_off & ~is_first, way_back, 0)
-            streak_count = jnp.maximum(streak_count - way_back, LOWEST_COUNT)
+        new_scale, new_state, grows = way.after_step(
+            grads_finite, backs_off, loss_scale, rule_state, move
+        )
+        if left is not None:
+            refilled = _hysteresis.count_finite(
+                rule_state.overflows_left, allowed, hysteresis_refill, grows
+            )
+            left = jnp.where(grads_finite, refilled, left)
+            new_state = new_state._replace(overflows_left=left)
+        return new_scale, new_state
 
-        new_scale = jnp.where(
-            grads_finite,
-            jnp.where(grows, grown, loss_scale),
-            jnp.where(backs_off, backed_off, loss_scale),
-        )
-        new_count = jnp.where(grads_finite, finite_count, streak_count)
-        if not has_hysteresis:
-            return clip(new_scale), DynamicRuleState(growth_count=new_count)
-        refilled = _hysteresis.count_finite(
-            rule_state.overflows_left, allowed, hysteresis_refill, grows
-        )
-        return clip(new_scale), HysteresisRuleState(
-            growth_count=new_count,
-            overflows_left=jnp.where(grads_finite, refilled, left),
-        )
-
-    needs = ("last_finite",) if recovery_interval is not None or has_hysteresis else ()
-    if gradient_limit is not None:
-        needs = (*needs, "largest_gradient")
+    needs = () if gradient_limit is None else ("largest_gradient",)
     settings = _settings.known(
         init_scale=init_scale,
         min_scale=min_scale,
@@ -242,44 +229,3 @@ def dynamic(
         growth_interval=growth_interval,
     )
     return Rule(init, update, needs, settings)
-
-
-def _count_finite(
-    count: jax.Array,
-    interval: _settings.Scalar,
-    recovery: jax.Array | None,
-    *,
-    last_finite: jax.Array,
-    fits: ArrayLike,
-) -> tuple[jax.Array, jax.Array]:
-    """Whether the scale grows at a finite step, and the count after it."""
-    if recovery is not None:
-        # A streak ends here. A part of an interval would lead above the goal: drop it.
-        whole = count + (-count) % recovery
-        count = jnp.where(last_finite, count, whole)
-    # Compare before counting, so that no interval can overflow the counter.
-    is_due = count >= interval - 1
-    if recovery is not None:
-        is_due = jnp.where(count < 0, (count + 1) % recovery == 0, is_due)
-    grows = is_due & fits
-    # A gradient that does not fit ends a recovery, too. Trying again at the next step would
-    # only wait for an unusually small gradient.
-    restarts = is_due & ((count >= 0) | ~grows)
-    return grows, jnp.where(restarts, 0, count + 1)
-
-
-def _steps_back(
-    low: jax.Array,
-    high: jax.Array,
-    growth_factor: _settings.Scalar,
-    recovery: jax.Array,
-) -> jax.Array:
-    """How many finite steps a recovering scale needs from ``low`` to ``high``."""
-    never_grows = growth_factor <= 1
-    log2_growth = jnp.log2(jnp.where(never_grows, 2.0, growth_factor))
-    growths = jnp.where(never_grows, 0.0, jnp.log2(high / low) / log2_growth)
-    whole = jnp.round(growths)
-    # The logarithms round: 2.9999 growths are meant to be 3.
-    growths = jnp.where(jnp.abs(growths - whole) < 1e-3, whole, growths)
-    steps = growths * recovery.astype(jnp.float32)
-    return jnp.minimum(steps, -LOWEST_COUNT).astype(jnp.int32)

@@ -26,19 +26,13 @@ class HysteresisRuleState(NamedTuple):
 
 
 def count_overflow(
-    left: jax.Array, hysteresis: ArrayLike, refill: Refill, last_finite: ArrayLike
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Counts an overflow.
-
-    Returns:
-      The overflows left, whether the scale backs off, and whether this is the first
-      overflow of its streak that may do so.
-    """
+    left: jax.Array, hysteresis: ArrayLike, refill: Refill
+) -> tuple[jax.Array, jax.Array]:
+    """Counts an overflow: the overflows left, and whether the scale backs off."""
     left = jnp.maximum(left - 1, -(2**30))  # so that it never wraps around
-    is_first = jnp.asarray(last_finite) | (left == 0)
     if refill == "backoff":
-        return left, left % _settings.steps(hysteresis) == 0, is_first
-    return left, left <= 0, is_first
+        return left, left % _settings.steps(hysteresis) == 0
+    return left, left <= 0
 
 
 def count_finite(

@@ -43,43 +43,26 @@ def test_a_growth_into_the_ceiling_is_judged_by_the_gradient_at_the_ceiling():
     assert scales.tolist() == [16.0]
 
 
-def test_a_gradient_that_does_not_fit_ends_the_recovery():
+def test_on_the_way_back_a_gradient_that_does_not_fit_is_asked_less_and_less_often():
     rule = rules.dynamic(
         init_scale=16.0, growth_interval=50, recovery_interval=2, gradient_limit=100.0
     )
-    flags = "xxx" + "." * 52
+    flags = "..xxx" + "." * 30
     fitting, _ = follow(rule, flags)
-    assert fitting[3:9].tolist() == [2, 4, 4, 8, 8, 8]
-    # Of the finite steps the second, on which it is due, has a large gradient.
-    large, _ = follow(rule, flags, largest=np.where(np.arange(len(flags)) == 4, 1e3, 1))
-    assert large[3:54].tolist() == [2.0] * 51
-    assert large[54] == 4.0
-
-
-def test_the_longest_way_back_does_not_wrap_around():
-    rule = rules.dynamic(growth_interval=2**31 - 1, recovery_interval=2**31 - 1)
-    _, state = follow(rule, "x" * 8)
-    assert state.growth_count.tolist() == [0] + [-(2**30)] * 7
-
-
-def test_factors_that_undo_each_other_but_for_rounding_recover_all_the_way():
-    """The logarithm of 1.1 / (1 / 1.1) is a little less than two growths."""
-    rule = rules.dynamic(
-        growth_factor=1.1,
-        backoff_factor=1 / 1.1,
-        growth_interval=1000,
-        recovery_interval=10,
-    )
-    scales, _ = follow(rule, "x" * 21 + "." * 200)
-    np.testing.assert_allclose(scales[20], scales[0] / 1.1**20, rtol=1e-5)
-    np.testing.assert_allclose(scales[-1], scales[0], rtol=1e-5)
+    assert fitting[5:11].tolist() == [2, 4, 4, 8, 8, 16]
+    # Too large at the second and the sixth finite step, where it is asked.
+    large = np.isin(np.arange(len(flags)), (6, 10))
+    waiting, state = follow(rule, flags, np.where(large, 1e3, 1))
+    assert waiting[5:22].tolist() == [2] * 13 + [4] * 2 + [8] * 2
+    assert state.level.tolist() == [16.0] * len(flags)
 
 
 @pytest.mark.parametrize("refill", ["growth", "backoff"])
 def test_spent_hysteresis_stays_spent_however_many_overflows_follow(refill):
-    rule = rules.dynamic(hysteresis=2, hysteresis_refill=refill)
-    spent = rules.HysteresisRuleState(jnp.int32(0), jnp.int32(-(2**30)))
-    scales, state = follow(rule, "xxx", start=(jnp.float32(8), spent))
+    rule = rules.dynamic(init_scale=8.0, hysteresis=2, hysteresis_refill=refill)
+    scale, state = rule.init()
+    spent = state._replace(overflows_left=jnp.int32(-(2**30)))
+    scales, state = follow(rule, "xxx", start=(scale, spent))
     assert scales.tolist() == [4.0, 2.0, 1.0]
     assert state.overflows_left.tolist() == [-(2**30)] * 3
 
@@ -93,8 +76,7 @@ def test_log_normal_takes_the_power_of_two_that_just_fits(excess, below):
         assert scales[-1] == 2.0 ** (exponent - below)
 
 
-# A backoff is half a growth, so ways back have half intervals and every flag matters.
-RULE = rules.dynamic(growth_factor=4.0, recovery_interval=2, growth_interval=50)
+RULE = rules.dynamic(recovery_interval=2, growth_interval=50)
 UPDATE, RETRYING_UPDATE = jax.jit(RULE.update), jax.jit(rules.retrying(RULE).update)
 
 
@@ -104,13 +86,29 @@ UPDATE, RETRYING_UPDATE = jax.jit(RULE.update), jax.jit(rules.retrying(RULE).upd
 def test_retries_and_their_outcome_move_the_scale_as_steps_would(
     retries, outcome, last_finite
 ):
-    before = UPDATE(last_finite, *RULE.init(), last_finite=True)
-    as_steps, last = before, last_finite
+    before = UPDATE(last_finite, *RULE.init())
+    as_steps = before
     for flag in [False] * retries + [outcome]:
-        as_steps, last = UPDATE(flag, *as_steps, last_finite=last), flag
+        as_steps = UPDATE(flag, *as_steps)
 
     scale, state = before
     state = rules.RetryingRuleState(jnp.int32(retries), jnp.int32(7), state)
-    scale, state = RETRYING_UPDATE(outcome, scale, state, last_finite=last_finite)
+    scale, state = RETRYING_UPDATE(outcome, scale, state)
     assert (scale, state.rule_state) == as_steps
     assert (state.pending_retries, state.total_retries) == (0, 7)
+
+
+def test_retries_tell_a_rule_that_asks_of_the_overflow_before():
+    """To it the second retry follows an overflow, whatever the last step was."""
+
+    def note(grads_finite, loss_scale, seen, *, last_finite):
+        return loss_scale, jnp.roll(seen, -1).at[-1].set(last_finite)
+
+    asking = rules.Rule(
+        lambda: (jnp.float32(8), jnp.zeros(3, bool)), note, ("last_finite",)
+    )
+    state = rules.RetryingRuleState(jnp.int32(2), jnp.int32(0), jnp.zeros(3, bool))
+    _, state = jax.jit(rules.retrying(asking).update)(
+        True, jnp.float32(8), state, last_finite=True
+    )
+    assert state.rule_state.tolist() == [True, False, False]

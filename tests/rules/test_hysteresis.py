@@ -41,7 +41,9 @@ def test_one_is_none(scales_of, refill):
     flags = "x..xx...xxx.x." * 3
     none = scales_of(flags, hysteresis=None, refill=refill, **CLASSIC)
     assert none == scales_of(flags, hysteresis=1, refill=refill, **CLASSIC)
-    rule = dls.rules.dynamic(hysteresis=1, hysteresis_refill=refill)
+    rule = dls.rules.dynamic(
+        hysteresis=1, hysteresis_refill=refill, recovery_interval=None
+    )
     assert isinstance(rule.init()[1], dls.rules.DynamicRuleState)
 
 
@@ -50,17 +52,13 @@ def test_a_tolerated_overflow_restarts_the_growth_interval(scales_of):
     assert scales == [16, 16, 16, 16, 16, 17]
 
 
-def test_the_recovery_threshold_is_that_of_the_first_backoff(scales_of):
-    scales, _ = scales_of(
-        "xxxxx" + "." * 40,
-        hysteresis=2,
-        init_scale=2.0**16,
-        growth_interval=30,
-        recovery_interval=10,
-    )
-    assert scales[4] == 12
-    assert scales[4 + 30] == 15
-    assert scales[-1] == 15
+def test_a_tolerated_overflow_is_no_failure_of_the_level(scales_of):
+    by_default = {"init_scale": 2.0**16, "growth_interval": 30, "recovery_interval": 4}
+    scales, counts = scales_of("....x" + "." * 30, hysteresis=2, **by_default)
+    assert scales[:30] == [16] * 30
+    assert counts[3:7] == [4, 4, 5, 6]
+    scales, _ = scales_of("....xx" + "." * 9, hysteresis=2, **by_default)
+    assert scales[4:] == [16, 15, 15, 15, 15, 16, 16, 16, 16, 16, 16]
 
 
 def test_an_unknown_refill_is_refused():
