@@ -12,6 +12,7 @@ from . import _checks, rules
 from ._devices import AxisName, agree, largest_on_all_devices
 from ._dtypes import cast_to_float32, only_arrays
 from ._finite import all_finite, largest_finite
+from ._one_kernel import in_one_array
 from ._outside_jit import compiled_outside_jit
 from ._scaler_state import (
     LossScalingState,
@@ -183,6 +184,7 @@ def loss_scaling(
             updates = jax.tree.map(no_update, updates_type)
             return updates, state._replace(scaler=scaler)
 
+        state = state._replace(scaler=in_one_array(state.scaler))
         # As operands, since closed-over arrays lose their sharding on explicit meshes.
         operands = (grads, state, params)
         applied = jax.jit(applied, inline=True)  # so that it is traced only once
