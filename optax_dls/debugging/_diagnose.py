@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import _progress, _skips
+from . import _descent, _progress, _skips
 from ._run import Finding, Run, check_is_history, read_run
 
 if TYPE_CHECKING:
@@ -25,12 +25,13 @@ WHY_LOST: tuple[Check, ...] = (
 )
 FURTHER: tuple[Check, ...] = (
     _skips.same_leaf,
+    _descent.collapsed,
+    _descent.slid,
     _progress.never_scaled,
     _progress.underflow,
     _progress.does_not_move,
     _progress.at_the_ceiling,
-    _skips.never_grows,
-    _skips.collapsed,
+    _descent.never_grows,
     _progress.float16_loss,
     _skips.wrong_order,
 )
@@ -48,9 +49,9 @@ def diagnose(
     One skipped step now and then is the probe for a larger scale, and no finding; nor is
     the search for a first scale. The more the history holds, the more can be found: pass
     ``loss=`` and ``update_norm=optax.tree.norm(updates)`` on every step, for float16
-    parameters ``param_norm=optax.tree.norm(params)``, and from time to time
-    ``nonfinite_leaf=`` and ``underflow_share=`` (both from a :class:`GradientReport`, the
-    latter of a gradient computed in float32).
+    parameters ``param_norm=optax.tree.norm(params)``, and from time to time ``grad_norm=``
+    (of ``dls.unscale(grads, opt_state)``), ``nonfinite_leaf=`` and ``underflow_share=``
+    (both from a :class:`GradientReport`, the latter of a gradient computed in float32).
 
     Args:
       history: a :class:`History`, or what its ``arrays()`` gives. The former knows more:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 BAD_LUCK = 3
 # A share of the steps that may be lost to bad batches before somebody has to look.
 TOLERABLE = 0.01
+# Probes and noise move the scale by fewer bits.
+FALL = 5
 NEEDED = ("step", "loss_scale", "consecutive_skips", "total_skips")
 
 
@@ -107,10 +109,27 @@ class Run(NamedTuple):
         return int(np.count_nonzero((self.lost_later() > 0) & ~after_skip))
 
 
+def returns_soon(run: Run) -> bool:
+    """Whether the scale grows sooner after a single overflow than at other times."""
+    if np.median(run.attempted) > 1:
+        return False
+    grows = run.scale > run.used
+    moves = np.flatnonzero(grows | (run.lost > 0))
+    ways = np.diff(np.cumsum(run.attempted)[moves], prepend=0)
+    after_single = np.append(False, run.columns["consecutive_skips"][moves[:-1]] == 1)
+    waits = ways[grows[moves] & after_single]
+    return bool(waits.size and waits.min() < 0.9 * ways[1:].max())
+
+
 def power(scale: float) -> str:
     """A scale as people write it: 2^15."""
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def last_where(mask: np.ndarray) -> int:
+    """The last record of those; -1 if there is none."""
+    return int(np.flatnonzero(mask)[-1]) if mask.any() else -1
 
 
 def check_is_history(history: object) -> None:

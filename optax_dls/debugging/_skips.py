@@ -1,15 +1,22 @@
-"""Findings on skipped steps: whose fault they are, and what they did to the scale."""
+"""Findings on skipped steps: whose fault they are."""
 
 import numpy as np
 
-from ._run import BAD_LUCK, TOLERABLE, Finding, Run, power
+from ._run import (
+    BAD_LUCK,
+    FALL,
+    TOLERABLE,
+    Finding,
+    Run,
+    last_where,
+    power,
+    returns_soon,
+)
 
 # So many skips in a row are no search for a scale any more.
 STALLED = 10
-# So many halvings at once are a burst of bad batches.
-BURST = 8
-# After so many applied steps without a growth the scale is not on its way back.
-PATIENCE = 100
+# So many overflows it takes a rule that returns to its level to find one from far above.
+SEARCH = 50
 
 
 def loss_not_finite(run: Run) -> Finding | None:
@@ -17,7 +24,7 @@ def loss_not_finite(run: Run) -> Finding | None:
     count, recorded = int(bad.sum()), int(known.sum())
     if not count:
         return None
-    last_good = _last(run.good_loss)
+    last_good = last_where(run.good_loss)
     since = np.count_nonzero(bad[last_good + 1 :])
     if last_good >= 0 and since < max(BAD_LUCK, count / 2):
         return _bad_batches(run, count, recorded)
@@ -166,15 +173,23 @@ def frequent_overflow(run: Run) -> Finding | None:
     lost, overflows = int(later.sum()), run.overflows()
     held = run.held & ~run.good_loss & (later > 0)
     held = np.count_nonzero(held) > np.count_nonzero(later) / 2
-    probes = 0.0 if run.is_fixed else run.steps / run.growth_interval
+    expected = 0.0 if run.is_fixed else run.steps / run.growth_interval
+    probes = 2 * expected
+    if np.log2(run.scale[run.settled :][:1] / run.scale[-1]).sum() >= FALL:
+        probes = 0.0  # where a probe fails, the scale is where it was
+    search = 0
+    if returns_soon(run):
+        # It asks some times whether its level is to blame, and a search goes on for longer.
+        probes, search = 2 * probes, SEARCH if run.settled else 0
     # A burst is one overflow. Where the scale stays, little is lost by a few.
-    usual = max(BAD_LUCK + 2 * (not held) * probes, TOLERABLE * run.steps)
+    few = BAD_LUCK + search + (not held) * probes
+    usual = max(few, TOLERABLE * run.steps)
     if lost <= usual or (overflows <= usual and lost <= run.steps / 10):
         return None
     return Finding(
         "frequent overflow",
         f"{lost} of {run.steps} steps were lost after the first applied one, where about "
-        f"{probes:.1f} are expected (one probe every {run.growth_interval:g} steps)",
+        f"{expected:.1f} are expected (one probe every {run.growth_interval:g} steps)",
         "batches whose loss is not finite, since the scale stayed on them"
         if held
         else "batches that now and then are not finite or far larger than the rest",
@@ -211,53 +226,6 @@ def same_leaf(run: Run) -> Finding | None:
     )
 
 
-def collapsed(run: Run) -> Finding | None:
-    after = np.arange(run.scale.size) > run.settled
-    streak = np.where(after, run.columns["consecutive_skips"], 0)
-    end = int(np.argmax(streak))
-    fall, low = int(streak[end]), run.scale[end]
-    before = run.scale[max(_last(~run.skipped[:end]), 0)]
-    applied = int((run.attempted - run.lost)[end + 1 :].sum())
-    # Growing as fast as that, it is on its way back, or is back where it is probing.
-    grows = np.any(run.scale[end + 1 :][: PATIENCE // 2] > low)
-    missing = np.log2(before / run.scale[-1])
-    if fall < BURST or missing < BURST / 2 or applied < PATIENCE or grows:
-        return None
-    return Finding(
-        "collapsed after a burst",
-        f"{fall} skips in a row took the scale from {power(before)} to {power(low)}; after "
-        f"{applied} applied steps it is at {power(run.scale[-1])}, and at one growth every "
-        f"{run.growth_interval:g} steps it needs {missing * run.growth_interval:.0f} more",
-        "a burst of bad batches, and a rule without a recovery_interval",
-        "dynamic_loss_scaling with a recovery_interval (10 by default); value=loss in "
-        "tx.update: then a loss that is not finite leaves the scale alone; "
-        "optax.tree.set(opt_state, loss_scale=...) to put it back now",
-    )
-
-
-def never_grows(run: Run) -> Finding | None:
-    moves = run.lost_later() > 0
-    # Between records with gaps, growths and backoffs undo each other unseen.
-    unseen = np.log2(run.scale[-1] / run.scale[0]) + run.lost[1:].sum() >= 1
-    grew = np.any(np.diff(run.scale) > 0) or (np.median(run.attempted) > 1 and unseen)
-    if grew or run.is_fixed:
-        return None
-    # Where it did not grow in spite of a whole interval, skips are not what keeps it.
-    ends = np.cumsum(run.attempted)[moves]
-    rests = np.diff(np.concatenate([[0], ends, [run.steps]]))
-    is_long = run.steps >= 2 * run.growth_interval
-    if run.overflows() <= BAD_LUCK or not is_long or rests.max() >= run.growth_interval:
-        return None
-    return Finding(
-        "the scale never grows",
-        f"an overflow about every {run.steps / (run.overflows() + 1):.0f} steps, and it "
-        f"grows after {run.growth_interval:g} finite ones",
-        "bad batches that reset the count",
-        "value=loss in tx.update, so that bad batches do not count; a shorter "
-        "growth_interval",
-    )
-
-
 def wrong_order(run: Run) -> Finding | None:
     norms = np.nan_to_num(np.asarray(run.columns.get("update_norm", 0.0), np.float64))
     moved = np.count_nonzero(run.skipped & (norms != 0))
@@ -276,8 +244,3 @@ def _is_much(run: Run, lost: int) -> bool:
     if not run.applied:
         return lost >= BAD_LUCK
     return lost > max(BAD_LUCK, TOLERABLE * run.steps)
-
-
-def _last(mask: np.ndarray) -> int:
-    """The last record of those; -1 if there is none."""
-    return int(np.flatnonzero(mask)[-1]) if mask.any() else -1

@@ -11,7 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_diagnose_table import STEPS, Told, recorded, written
+from test_diagnose_table import (
+    AND_A_BURST,
+    FEW,
+    STEPS,
+    TIME,
+    Told,
+    moved,
+    moved_formerly,
+    now_and_then,
+    only,
+    recorded,
+    written,
+)
 
 import optax_dls as dls
 from optax_dls.debugging.__main__ import main
@@ -50,11 +62,11 @@ class TestSkippedSteps:
         assert "\n  Try: locate_nonfinite" in text
 
     def test_why_steps_are_lost_is_said_once(self):
-        """Not as a collapse, either, whose cure would be the rule that is in use."""
+        """Not as a collapse, either, whose cure would be another rule."""
         skips = range(5, STEPS)
         columns = written(STEPS, skips=skips, scale=np.roll(TO_THE_FLOOR, 4))
         assert names(columns) == ["overflow at the floor"]
-        assert "recovery_interval" not in "".join(map(str, dls.diagnose(columns)))
+        assert "default settings" not in "".join(map(str, dls.diagnose(columns)))
 
     def test_what_falls_and_falls_says_how_far(self):
         (finding,) = dls.diagnose(
@@ -168,12 +180,95 @@ class TestSkippedSteps:
         assert "20 skips in a row took the scale from 2^15 to 2^-5" in finding.evidence
         assert "after 230 applied steps it is at 2^-5" in finding.evidence
         assert "it needs 40000 more" in finding.evidence
+        assert finding.causes == (
+            "a burst of bad batches, and a rule that doubles the scale only after 2000 "
+            "finite steps in a row"
+        )
+        assert finding.advice.startswith(
+            "dynamic_loss_scaling with its default settings"
+        )
 
     def test_an_update_on_a_skipped_step_is_the_wrong_order(self):
         columns = written(STEPS, skips=[100, 200], update_norm=np.ones(STEPS))
         (finding,) = dls.diagnose(columns)
         assert finding.name == "a wrapper in the wrong order"
         assert finding.evidence.startswith("on 2 of 2 skipped steps")
+
+
+class TestSlide:
+    """Overflows that come one by one, each of which halves the scale."""
+
+    NAME = "slid after single overflows"
+    PERIODIC = np.arange(20_000) % 1000 == 999
+    SLOW = "doubles it only after 2000 finite steps in a row"
+
+    def test_it_says_how_often_at_which_scales_and_where_to(self):
+        finding = one(moved(self.PERIODIC), self.NAME)
+        assert finding.evidence == (
+            "20 single overflows took the scale from 2^15 to 2^-5; they came every 1000 "
+            "steps above 2^5 and every 1000 below, so a lower scale did not help"
+        )
+        assert finding.causes == (
+            "bad batches now and then, and a rule that halves the scale at each overflow and "
+            f"{self.SLOW}; or, where it is never over, gradients that grow"
+        )
+        assert finding.advice == (
+            "dynamic_loss_scaling with its default settings, which returns to its level "
+            "after such an overflow; value=loss in tx.update, where the loss is not finite; "
+            "a look at the batches that are skipped; grad_norm= in the history, which tells "
+            "the two apart"
+        )
+
+    def test_what_it_advises_helps(self):
+        columns = moved(self.PERIODIC, recovery_interval=10)
+        assert dls.diagnose(columns) == []
+        assert columns["loss_scale"].min() >= 2.0**13
+
+    def test_a_loss_that_is_nan_leaves_no_other_cause(self):
+        bad = 2.0 + np.random.default_rng(0).random(FEW.size)
+        finding = one(moved(FEW, loss=np.where(FEW, np.nan, bad)), self.NAME)
+        assert finding.causes.endswith(self.SLOW)
+        assert "value=loss" in finding.advice and "grad_norm" not in finding.advice
+
+    def test_value_is_not_advised_where_the_loss_is_finite(self):
+        loss = 2.0 + np.random.default_rng(0).random(FEW.size)
+        assert "value=loss" not in one(moved(FEW, loss=loss), self.NAME).advice
+
+    def test_norms_of_the_gradients_tell_bad_batches_from_growth(self):
+        noise = np.random.default_rng(0).normal(size=TIME.size)
+        grown = moved(TIME < 0, 17.7 + noise - TIME / 1000)
+        assert "gradients that grow" in one(grown, self.NAME).causes
+        assert dls.diagnose(grown | {"grad_norm": 2.0 ** (TIME / 1000)}) == []
+        steady = moved(FEW, grad_norm=np.ones(FEW.size))
+        assert "gradients that grow" not in one(steady, self.NAME).causes
+
+    def test_with_gaps_the_interval_of_the_rule_is_not_known(self):
+        columns = only(moved(FEW), slice(9, None, 10))
+        assert "only after many finite steps in a row" in one(columns, self.NAME).causes
+
+    def test_a_rule_that_returns_is_not_called_slow(self):
+        """Bad batches may come faster than the scale grows, whatever the rule."""
+        skips = np.arange(30, 1000, 30)
+        falls = 2.0 ** (15 - np.searchsorted(skips, np.arange(1000), "right") // 2)
+        scale = np.where(np.isin(np.arange(1000) % 60, range(30, 42)), falls / 2, falls)
+        finding = one(written(1000, skips=skips, scale=scale), self.NAME)
+        assert finding.causes.startswith("bad batches now and then; or")
+        assert "default settings" not in finding.advice
+
+    def test_the_former_default_is_not_taken_for_a_rule_that_returns(self):
+        """It came back from a burst, but not from one overflow."""
+        columns = moved_formerly(AND_A_BURST)
+        assert np.any(np.diff(columns["loss_scale"]) > 0)
+        finding = one(columns, self.NAME)
+        assert "finite steps in a row" in finding.causes
+        assert finding.advice.startswith(
+            "dynamic_loss_scaling with its default settings"
+        )
+
+    def test_a_way_down_that_ends_at_the_floor_is_over_there(self):
+        finding = one(moved(now_and_then(40_000, 300)), self.NAME)
+        assert finding.evidence.startswith("29 single overflows took the scale")
+        assert "to 2^-14; they came" in finding.evidence
 
 
 class TestProgress:
@@ -297,7 +392,7 @@ class TestStalled:
         ) as error:
             dls.raise_if_stalled(state, 20, history)
         assert "were not.\noverflow at the floor: " in str(error.value)
-        assert "recovery_interval" not in str(error.value)
+        assert "default settings" not in str(error.value)
         with pytest.raises(
             dls.LossScaleStalledError, match="Look for NaN or inf"
         ) as error:

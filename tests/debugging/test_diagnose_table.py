@@ -1,7 +1,8 @@
 """A table of runs: what is wrong is found, under its name, and nothing else is.
 
-Most of them are trained, in one compiled scan whose faults are arguments; where it is a
-matter of the columns alone they are written down.
+Most of them are trained, in one compiled scan whose faults are arguments. Where it is a
+matter of the scale over many steps, a rule moves it; where it is one of the columns alone,
+they are written down.
 """
 
 import functools
@@ -40,7 +41,7 @@ HEALTHY: dict[str, object] = {
     "min_scale": 2.0**-14,
     "max_scale": 2.0**32,
     "growth_interval": 100,
-    "recovery_interval": 10,
+    "recovery_interval": 10,  # None for the classic rule
     "loss_factor": NONE,  # NaN for a bad batch
     "gradient_factor": NONE,  # NaN for one whose gradient alone is bad
     "rate_factor": NONE,
@@ -124,6 +125,68 @@ def train(wrapper="dynamic", without=(), **faults):
     return {"step": np.arange(STEPS), **kept}
 
 
+@functools.partial(jax.jit, static_argnames="recovery_interval")
+def move(bad, fits, recovery_interval):
+    rule = dls.rules.dynamic(recovery_interval=recovery_interval)
+
+    def step(carry, batch):
+        loss_scale, rule_state, streak, total = carry
+        is_bad, largest = batch
+        finite = ~is_bad & (jnp.log2(loss_scale) <= largest)
+        loss_scale, rule_state = rule.update(finite, loss_scale, rule_state)
+        streak, total = (
+            jnp.where(finite, 0, streak + 1),
+            jnp.where(finite, total, total + 1),
+        )
+        seen = (loss_scale, finite, streak, total)
+        return (loss_scale, rule_state, streak, total), seen
+
+    zero = jnp.zeros((), jnp.int32)
+    return lax.scan(step, (*rule.init(), zero, zero), (bad, fits))[1]
+
+
+def moved(bad, fits=20.0, *, recovery_interval=None, **columns):
+    """Columns of a rule, the classic one by default, without a training.
+
+    Args:
+      bad: batches that overflow at any scale; shape (steps,).
+      fits: log2 of the largest scale that the others take.
+      recovery_interval: of the rule.
+      **columns: further ones.
+    """
+    fits = jnp.broadcast_to(jnp.float32(fits), bad.shape)
+    seen = move(jnp.asarray(bad), fits, recovery_interval)
+    names = ("loss_scale", "grads_finite", "consecutive_skips", "total_skips")
+    values = map(np.asarray, seen)
+    return {
+        "step": np.arange(bad.size),
+        **dict(zip(names, values, strict=True)),
+        **columns,
+    }
+
+
+def now_and_then(n, every, seed=0):
+    """Bad batches that come by chance."""
+    return np.random.default_rng(seed).random(n) < 1 / every
+
+
+def moved_formerly(bad):
+    """Columns of the former default: it came back from several overflows in a row only."""
+    exponent, first, goal, count, streak = 15, 15, -np.inf, 0, 0
+    exponents = []
+    for is_bad in bad:
+        streak = streak + 1 if is_bad else 0
+        first = exponent if streak == 1 else first
+        if is_bad:
+            goal = first - 1 if streak > 1 else -np.inf
+            exponent, count = exponent - 1, 0
+        elif (count := count + 1) >= (10 if exponent < goal else 2000):
+            exponent, count = exponent + 1, 0
+        exponents.append(exponent)
+    scale = 2.0 ** np.array(exponents)
+    return written(bad.size, skips=np.flatnonzero(bad), scale=scale)
+
+
 def at(steps, value, base=NONE):
     return base.at[steps].set(value)
 
@@ -177,6 +240,15 @@ EVERY_20TH = np.arange(9, STEPS, 20)
 NORMS = ("update_norm", "param_norm")
 PROBES = {"init_scale": 2.0**24}  # too high: a search, and probes from there on
 BURST = slice(150, 170)
+FEW = now_and_then(20_000, 1000)
+AND_A_BURST = now_and_then(5000, 300)
+AND_A_BURST[2000:2012] = True
+NEVER = np.zeros(10_000, bool)
+TIME = np.arange(10_000)
+NOISE = 0.3 * RNG.normal(size=10_000)
+HEAVY = -0.7 * RNG.exponential(size=10_000)  # tails of a power law
+ONE_EACH_EPOCH = np.zeros(6000, bool)
+ONE_EACH_EPOCH[np.arange(0, 6000, 500) + RNG.integers(0, 500, 12)] = True
 ZIGZAG = np.where(np.arange(STEPS) % 21 == 19, 2.0**16, 2.0**15)
 
 
@@ -323,6 +395,42 @@ HEALTHY_RUNS = {
         scale=climbing(STEPS, 50),
         underflow_share=np.linspace(0.5, 0.0, STEPS),
     ),
+    "few bad batches, and a scale that returns": lambda: moved(
+        FEW, recovery_interval=10
+    ),
+    "few bad batches, and a scale that returns, every tenth step": lambda: only(
+        moved(FEW, recovery_interval=10), slice(9, None, 10)
+    ),
+    "bad gradients at every sixtieth step, and a scale that returns": lambda: Told(
+        train(gradient_factor=at(slice(40, None, 60), jnp.inf)), growth_interval=100.0
+    ),
+    "few bad batches that do not add up": lambda: moved(now_and_then(20_000, 8000)),
+    "bad batches for a while, long ago": lambda: moved(
+        now_and_then(40_000, 300) & (np.arange(40_000) < 1500)
+    ),
+    "a start that was too high for noisy gradients": lambda: moved(NEVER, 7 + HEAVY),
+    "gradients with heavy tails": lambda: moved(NEVER, 17.7 + HEAVY),
+    "gradients that grew at once": lambda: moved(
+        NEVER, 17.7 + NOISE - 6 * (TIME > 4000)
+    ),
+    "gradients that grew for a while": lambda: moved(
+        NEVER, 17.7 + NOISE - 10 * np.clip((TIME - 2000) / 1500, 0, 1)
+    ),
+    "gradients that grew for a while, with heavy tails": lambda: moved(
+        NEVER, 17.7 + HEAVY - 10 * np.clip((TIME - 2000) / 1500, 0, 1)
+    ),
+    "gradients that grow less and less": lambda: moved(
+        NEVER, 15 + NOISE - 10 * (1 - np.exp(-TIME / 300))
+    ),
+    "gradients that grow all the time": lambda: moved(
+        NEVER, 17.7 + NOISE - TIME / 1000
+    ),
+    "gradients that grow all the time, with their norm": lambda: moved(
+        NEVER, 17.7 + 3 * NOISE - TIME / 1000, grad_norm=2.0 ** (TIME / 1000)
+    ),
+    "a learning rate too high, and its gradients, recovering": lambda: moved(
+        NEVER, 17.7 + NOISE - 10 * np.exp(-(((TIME - 3000) / 500) ** 2))
+    ),
     "hysteresis at the lowest scale": lambda: written(
         STEPS,
         skips=[100, 101, 300],
@@ -410,6 +518,7 @@ BROKEN_RUNS = {
                 min_scale=128.0,
                 gradient_factor=at(EVERY_20TH, NAN),
                 growth_interval=2000,
+                recovery_interval=None,
             ),
             min_scale=128.0,
             max_scale=2.0**32,
@@ -451,7 +560,10 @@ BROKEN_RUNS = {
         "updates not finite",
     ),
     "Adam 3.0": (lambda: train(adam=True, rate=3.0), "divergence"),
-    "Adam 0.5": (lambda: train(adam=True, rate=0.5), "divergence"),
+    "Adam 0.5": (
+        lambda: train(adam=True, rate=0.5, recovery_interval=None),
+        "divergence",
+    ),
     "SGD 30": (lambda: train(rate=30.0), "divergence"),
     "SGD 3.0 with a growing rate": (
         lambda: train(rate=3.0, rate_factor=1.02 ** jnp.arange(STEPS)),
@@ -490,7 +602,14 @@ BROKEN_RUNS = {
         "bad batches",
     ),
     "bad gradients": (
-        lambda: train(gradient_factor=at(EVERY_20TH, jnp.inf)),
+        lambda: train(gradient_factor=at(EVERY_20TH, jnp.inf), recovery_interval=None),
+        "frequent overflow",
+    ),
+    "bad gradients, and a scale that returns": (
+        lambda: Told(
+            train(gradient_factor=at(EVERY_20TH, jnp.inf), growth_interval=2000),
+            growth_interval=2000.0,
+        ),
         "frequent overflow",
     ),
     "bad batches, value=loss, no loss": (
@@ -507,10 +626,51 @@ BROKEN_RUNS = {
     ),
     "bad gradients that reset the count": (
         lambda: Told(
-            train(gradient_factor=at(slice(40, None, 60), jnp.inf)),
+            train(
+                gradient_factor=at(slice(40, None, 90), jnp.inf), recovery_interval=None
+            ),
             growth_interval=100.0,
         ),
         "the scale never grows",
+    ),
+    "one bad batch in 150": (
+        lambda: moved(now_and_then(2000, 150)),
+        "slid after single overflows",
+    ),
+    "one bad batch in 300": (
+        lambda: moved(now_and_then(5000, 300)),
+        "slid after single overflows",
+    ),
+    "one bad batch in 1000": (lambda: moved(FEW), "slid after single overflows"),
+    "one bad batch in 1000, every tenth step": (
+        lambda: only(moved(FEW), slice(9, None, 10)),
+        "slid after single overflows",
+    ),
+    "one bad batch in 1000, and the scale grew before": (
+        lambda: moved(np.append(np.zeros(5000, bool), FEW)),
+        "slid after single overflows",
+    ),
+    "one bad batch in 2000": (
+        lambda: moved(now_and_then(40_000, 2000)),
+        "slid after single overflows",
+    ),
+    "one bad batch in 300, and a burst that the former default came back from": (
+        lambda: moved_formerly(AND_A_BURST),
+        "slid after single overflows",
+    ),
+    "every thousandth batch is bad": (
+        lambda: moved(np.arange(20_000) % 1000 == 999),
+        "slid after single overflows",
+    ),
+    "one bad batch in each epoch": (
+        lambda: moved(ONE_EACH_EPOCH),
+        "slid after single overflows",
+    ),
+    "one NaN batch in each epoch, with the loss": (
+        lambda: moved(
+            ONE_EACH_EPOCH, loss=np.where(ONE_EACH_EPOCH, NAN, 2 + RNG.random(6000))
+        ),
+        "slid after single overflows",
     ),
     "a float16 loss": (
         lambda: train(is_half=True, growth_interval=60, rate=0.2),
