@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from . import rules
+from ._one_kernel import in_one_array
 from ._stable_types import keep_types, strongly_typed, tree_where
 
 
@@ -76,6 +77,19 @@ def strongly_typed_state(state: LossScalingState) -> LossScalingState:
 
 
 @jax.named_scope("move_scale")
+def caught_up(rule: rules.Rule, scaler: ScalerState, step: StepInfo) -> ScalerState:
+    """The scaler when the outcome of the step is about to move it."""
+    if rule.catch_up is None:
+        return scaler
+    before = (scaler.loss_scale, scaler.rule_state)
+    info = _info_for(rule, scaler, step)
+    loss_scale, rule_state = keep_types(
+        rule.catch_up(*before, **info), before, "rule.catch_up", _PAIR
+    )
+    return in_one_array(scaler._replace(loss_scale=loss_scale, rule_state=rule_state))
+
+
+@jax.named_scope("move_scale")
 def next_scaler(
     rule: rules.Rule,
     scaler: ScalerState,
@@ -88,25 +102,19 @@ def next_scaler(
 
     Args:
       rule: how the scale moves.
-      scaler: the scaler before the step.
+      scaler: the scaler before the step, caught up.
       step: what the step has shown.
       applied: whether the step was applied.
       updates_rule: false where a loss or an update that is not finite made it skip. No
         scale could have helped there, so the scale stays. A rule that asks for this flag
-        sees to that itself: ``rules.retrying`` does, for retries before such a step.
+        sees to that itself.
     """
     before = (scaler.loss_scale, scaler.rule_state)
-    all_info = {
-        "last_finite": scaler.grads_finite,
-        "largest_gradient": step.largest_gradient,
-        "updates_rule": updates_rule,
-    }
-    info = {name: all_info[name] for name in rule.needs}
+    info = _info_for(rule, scaler, step)
+    if "updates_rule" in rule.needs:
+        info["updates_rule"] = updates_rule
     after = keep_types(
-        rule.update(applied, *before, **info),
-        before,
-        "rule.update",
-        "Give back (loss_scale, rule_state), the latter as rule.init made it.",
+        rule.update(applied, *before, **info), before, "rule.update", _PAIR
     )
     if "updates_rule" not in rule.needs:
         after = tree_where(updates_rule, after, before)
@@ -122,6 +130,20 @@ def next_scaler(
     )
     # The flags are equal on all devices that axis_name names; the scalers need not be.
     return keep_types(new, scaler, "the scaler", "Restore it as init made it.")
+
+
+_PAIR = "Give back (loss_scale, rule_state), the latter as rule.init made it."
+
+
+def _info_for(
+    rule: rules.Rule, scaler: ScalerState, step: StepInfo
+) -> dict[str, jax.Array | None]:
+    """What the rule asks to know of the step, as far as it is known before its outcome."""
+    known = {
+        "last_finite": scaler.grads_finite,
+        "largest_gradient": step.largest_gradient,
+    }
+    return {name: value for name, value in known.items() if name in rule.needs}
 
 
 def scaling_is_off(scaler: ScalerState) -> bool:

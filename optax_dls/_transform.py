@@ -16,7 +16,9 @@ from ._one_kernel import in_one_array
 from ._outside_jit import compiled_outside_jit
 from ._scaler_state import (
     LossScalingState,
+    ScalerState,
     StepInfo,
+    caught_up,
     first_scaler,
     next_scaler,
     scaling_is_off,
@@ -151,7 +153,10 @@ def loss_scaling(
 
         @jax.named_scope("applied_step")
         def applied(
-            grads: optax.Updates, state: LossScalingState, params: optax.Params | None
+            grads: optax.Updates,
+            state: LossScalingState,
+            params: optax.Params | None,
+            scaler: ScalerState,
         ) -> tuple[optax.Updates, LossScalingState]:
             # Unscaled here: before the cond it would write out every gradient.
             with jax.named_scope("unscale"):
@@ -168,25 +173,29 @@ def loss_scaling(
                 (ok,) = agree([all_finite(updates)], scale, axis_name)
                 updates = tree_where(ok, updates, jax.tree.map(no_update, updates))
                 inner_state = tree_where(ok, inner_state, state.inner_state)
-            scaler = next_scaler(rule, state.scaler, step, applied=ok, updates_rule=ok)
+            scaler = next_scaler(rule, scaler, step, applied=ok, updates_rule=ok)
             return updates, LossScalingState(scaler, inner_state)
 
         @jax.named_scope("skipped_step")
         def skipped(
-            grads: optax.Updates, state: LossScalingState, params: optax.Params | None
+            grads: optax.Updates,
+            state: LossScalingState,
+            params: optax.Params | None,
+            scaler: ScalerState,
         ) -> tuple[optax.Updates, LossScalingState]:
             no = jnp.array(False)
             # A constant from outside has no mesh, which vmap on an explicit one refuses.
             updates_rule = jnp.array(True) if value is None else value_finite
             scaler = next_scaler(
-                rule, state.scaler, step, applied=no, updates_rule=updates_rule
+                rule, scaler, step, applied=no, updates_rule=updates_rule
             )
             updates = jax.tree.map(no_update, updates_type)
             return updates, state._replace(scaler=scaler)
 
         state = state._replace(scaler=in_one_array(state.scaler))
+        scaler = caught_up(rule, state.scaler, step)
         # As operands, since closed-over arrays lose their sharding on explicit meshes.
-        operands = (grads, state, params)
+        operands = (grads, state, params, scaler)
         applied = jax.jit(applied, inline=True)  # so that it is traced only once
         with _checks.blaming_foreign_state(
             state.inner_state, inner, grads if params is None else params

@@ -71,36 +71,46 @@ def retrying(rule: Rule) -> Rule:
         count = jnp.zeros((), jnp.int32)
         return loss_scale, RetryingRuleState(count, count, rule_state)
 
+    def after_attempt(
+        finite: jax.Array,
+        before: tuple[jax.Array, optax.OptState],
+        step_info: dict[str, jax.Array],
+    ) -> tuple[jax.Array, optax.OptState]:
+        info = {name: step_info[name] for name in rule.needs}
+        return jax.tree.map(_in_type_of, before, rule.update(finite, *before, **info))
+
+    def catch_up(
+        loss_scale: jax.Array, rule_state: optax.OptState, **step_info: jax.Array
+    ) -> tuple[jax.Array, optax.OptState]:
+        def after_overflow(
+            attempt: jax.Array, before: tuple[jax.Array, optax.OptState]
+        ) -> tuple[jax.Array, optax.OptState]:
+            info = {**step_info, "updates_rule": jnp.array(True)}
+            if "last_finite" in info:
+                info["last_finite"] &= attempt == 0
+            return after_attempt(jnp.array(False), before, info)
+
+        pending, total, inside = rule_state
+        loss_scale, inside = lax.fori_loop(
+            0, pending, after_overflow, (loss_scale, inside)
+        )
+        return loss_scale, RetryingRuleState(pending, total, inside)
+
     def update(
         grads_finite: jax.Array,
         loss_scale: jax.Array,
         rule_state: optax.OptState,
+        *,
+        updates_rule: jax.Array,
         **step_info: jax.Array,
     ) -> tuple[jax.Array, optax.OptState]:
         pending, total, inside = rule_state
-
-        def after_attempt(
-            attempt: jax.Array,
-            finite: jax.Array,
-            before: tuple[jax.Array, optax.OptState],
-        ) -> tuple[jax.Array, optax.OptState]:
-            info = {name: step_info[name] for name in rule.needs}
-            if "last_finite" in info:
-                info["last_finite"] &= attempt == 0
-            if "updates_rule" in info:
-                info["updates_rule"] |= attempt < pending
-            after = rule.update(finite, *before, **info)
-            return jax.tree.map(_in_type_of, before, after)
-
-        def after_overflow(
-            attempt: jax.Array, before: tuple[jax.Array, optax.OptState]
-        ) -> tuple[jax.Array, optax.OptState]:
-            return after_attempt(attempt, jnp.array(False), before)
-
-        before = lax.fori_loop(0, pending, after_overflow, (loss_scale, inside))
-        after = after_attempt(pending, grads_finite, before)
+        info = {**step_info, "updates_rule": updates_rule}
+        if "last_finite" in info:
+            info["last_finite"] &= pending == 0
+        before = (loss_scale, inside)
+        after = after_attempt(grads_finite, before, info)
         if "updates_rule" not in rule.needs:
-            updates_rule = step_info.get("updates_rule", jnp.array(True))
             after = jax.tree.map(
                 lambda new, old: jnp.where(updates_rule, new, old), after, before
             )
@@ -108,7 +118,7 @@ def retrying(rule: Rule) -> Rule:
         return loss_scale, RetryingRuleState(jnp.zeros_like(pending), total, inside)
 
     needs = tuple(dict.fromkeys((*rule.needs, "updates_rule")))
-    return Rule(init, update, needs, rule.settings)
+    return Rule(init, update, needs, rule.settings, catch_up)
 
 
 def _in_type_of(old: jax.Array, new: ArrayLike) -> jax.Array:

@@ -46,6 +46,11 @@ class Rule(NamedTuple):
       settings: pairs of a name and its number, of ``init_scale``, ``min_scale``,
         ``max_scale`` and ``growth_interval`` as far as the rule has them, for a
         :class:`History` to record. A rule works without.
+      catch_up: ``(loss_scale, rule_state) -> (loss_scale, rule_state)``, with the same
+        keyword arguments as ``update`` but ``updates_rule``. It is called before ``update``
+        in every step: for what has happened before the outcome of the step is known, as
+        retries have. A loop belongs here, since ``update`` is part of both branches of the
+        conditional. None where nothing happens in between.
 
     Example:
       A rule that halves the scale on overflow and never grows:
@@ -67,3 +72,4 @@ class Rule(NamedTuple):
     update: Callable[..., tuple[jax.Array, optax.OptState]]
     needs: tuple[str, ...] = ()
     settings: tuple[tuple[str, float], ...] = ()
+    catch_up: Callable[..., tuple[jax.Array, optax.OptState]] | None = None
