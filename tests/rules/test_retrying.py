@@ -55,3 +55,20 @@ def test_a_fixed_scale_of_each_device():
 def test_something_that_is_no_rule_is_refused(wrong):
     with pytest.raises(TypeError, match="rule must be a Rule"):
         rules.retrying(wrong)
+
+
+def test_the_loop_over_the_retries_is_in_no_branch():
+    """XLA for GPUs keeps a conditional that holds a loop, and waits for its flag."""
+    tx = dls.loss_scaling(optax.sgd(1.0), dls.rules.retrying(dls.rules.dynamic()))
+    params = jnp.ones(2)
+    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+    text = str(jaxpr)
+    assert text.count("while[") == 1
+    branches = [
+        str(branch)
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "cond"
+        for branch in eqn.params["branches"]
+    ]
+    assert len(branches) >= 2
+    assert not any("while[" in branch for branch in branches)
