@@ -164,7 +164,7 @@ def import_scaler(system: str, saved: Mapping[str, Any], state: Tree) -> Tree:
     count = max(counters.growth_count, 0)
     new = {**counters._asdict(), "growth_count": count}
     # The other systems count from the last overflow or growth, and their scale is settled.
-    new |= {"finite_steps": count, "failures": 0}
+    new |= {"finite_steps": count, "test_steps": 0, "failures": 0}
     new |= dict.fromkeys(("level", "last_scale"), counters.loss_scale)
 
     def put(old: jax.Array, name: str) -> jax.Array:

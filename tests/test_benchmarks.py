@@ -60,7 +60,11 @@ class TestDefaultRule:
         assert default[name].low <= 0.1
 
     @pytest.mark.parametrize(
-        "name", ["clean", "drift", "from 2^32", "drop of 10 bits", "sine"]
+        "name",
+        [
+            *("clean", "drift", "from 2^32", "drop of 10 bits", "sine"),
+            *("bursts of 5", "drift and 3 bursts", "dips of 6 bits", "dips of 10 bits"),
+        ],
     )
     def test_loses_few_steps_where_batches_are_healthy(self, default, name):
         assert default[name].lost <= 0.0035

@@ -70,9 +70,9 @@ def dynamic(
       The scale grows after R finite steps. Then failures are counted anew, as when a trial
       begins.
 
-    A scale that is set from outside is the level, untried, from then on:
-    ``optax.tree.set(state, loss_scale=...)``. ``benchmarks/rules.py`` shows what all this
-    gains.
+    A scale that is set to another value from outside, by
+    ``optax.tree.set(state, loss_scale=...)``, is the level from then on, untried.
+    ``benchmarks/rules.py`` shows what all this gains.
 
     ``recovery_interval=None`` gives the classic rule, that of PyTorch. With the scale
     :math:`S_t`, and the count :math:`c_t` of finite steps since the last growth or overflow:
@@ -114,8 +114,9 @@ def dynamic(
       gradient_limit: the largest magnitude that gradients can hold, 65504 where they are
         computed in float16. The scale does not grow where it would take the largest
         gradient of the step above the limit. A trial waits for a new interval then, and
-        the way back twice as long as before. So a growth rarely costs a step. It needs ``largest_gradient``, which is a second read
-        of the gradients, so the default is None: no limit.
+        the way back twice as long as before. So a growth rarely costs a step. It needs
+        ``largest_gradient``, which is a second read of the gradients, so the default is
+        None: no limit.
 
     Settings may be arrays or tracers, as ``optax.inject_hyperparams`` passes them. A
     traced value cannot be compared in Python, so arrays are not checked but clamped to the

@@ -72,15 +72,7 @@ def after_step(
     state: LevelRuleState,
     move: Movement,
 ) -> tuple[jax.Array, LevelRuleState, jax.Array]:
-    """The scale and the state after a step, and whether a finite one makes it grow.
-
-    Args:
-      grads_finite: whether the step was finite.
-      backs_off: whether an overflow makes the scale back off.
-      loss_scale: the scale of the step.
-      state: what the rule remembered at the step.
-      move: the settings.
-    """
+    """As :func:`_classic.after_step`, with a level."""
     state = _as_found(loss_scale, state, move)
     loss_scale = move.clip(loss_scale)
     high, after_finite = _after_finite(loss_scale, state, move)
